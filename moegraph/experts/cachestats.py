@@ -156,7 +156,6 @@ class RoutingCounts:
         for expert in ids:
             counts[expert] += 1
 
-    def add_batch(self, il: int, ids: npt.NDArray[np.int32]) -> None:
-        """Do as `add` for the ids of many rows."""
-        counts = self.counts[il]
-        self.counts[il] = (np.bincount(ids.reshape(-1), minlength=len(counts)) + counts).tolist()
+    def add_batch(self, il: int, chosen: npt.NDArray[np.int32] | Counts) -> None:
+        """Count the choice of many rows; chosen [n_expert]: how many of them chose each expert."""
+        self.counts[il] = (chosen + self.counts[il]).tolist()

@@ -105,14 +105,6 @@ class Crossing:
         self._asked.pop(il, None)
 
 
-def by_popularity(ids: Ints, absent: npt.NDArray[np.bool_], n_expert: int) -> list[int]:
-    """Return the absent experts among ids, the most chosen first."""
-    counts = np.bincount(ids[absent], minlength=n_expert)
-    found = np.flatnonzero(counts)
-    order: list[int] = found[np.argsort(-counts[found], kind="stable")].tolist()
-    return order
-
-
 class Forecast:
     """Which experts a sweep may send before a router has chosen them, without sending too much.
 
@@ -161,6 +153,6 @@ class Forecast:
 
 
 def padded(n: int) -> int:
-    """Return the number of places of a graph for n: above n, and one of four of an octave."""
-    step = max(16, 1 << max(0, n.bit_length() - 3))
+    """Return the number of places of a graph for n: above n, and one of few, so graphs are few."""
+    step = max(16, 1 << max(0, n.bit_length() - (2 if n < 512 else 3)))
     return max(32, (n // step + 1) * step)

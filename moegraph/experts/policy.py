@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ..errors import ConfigError
 
-Counts = npt.NDArray[np.int64]
+Counts = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 # Scores are scaled back above this, long before a float overflows at 1.8e308.
 _RESCALE = 1e100
@@ -34,11 +34,10 @@ class LayerPolicy(Protocol):
     def touch(self, ids: Sequence[int]) -> None:
         """Note that one row chose ids; must be fast, as every layer of every token calls it."""
 
-    def touch_batch(self, chosen: Counts, last: Counts, n_tokens: int) -> None:
+    def touch_batch(self, chosen: Counts, ids: npt.NDArray[np.int32], n_tokens: int) -> None:
         """Note the choices of n_tokens rows.
 
-        chosen [n_expert]: how many rows chose each expert. last [n_expert]: the last of these rows,
-        or -1.
+        ids: I32 [n_tokens * n_expert_used]. chosen [n_expert]: how many rows chose each expert.
         """
 
     def accepts(self, expert: int, victim: int) -> bool:
@@ -65,10 +64,13 @@ class Recency:
         for expert in ids:
             score[expert] = now
 
-    def touch_batch(self, chosen: Counts, last: Counts, n_tokens: int) -> None:
+    def touch_batch(self, chosen: Counts, ids: npt.NDArray[np.int32], n_tokens: int) -> None:
         """Set the scores as if the rows had come one by one."""
+        last = np.zeros(len(chosen), dtype=np.int64)
+        # numpy keeps the last of several writes to one element
+        last[ids] = 1 + np.arange(len(ids)) * n_tokens // len(ids)
         for expert in np.flatnonzero(chosen).tolist():
-            self.score[expert] = self._now + 1 + int(last[expert])
+            self.score[expert] = self._now + int(last[expert])
         self._now += n_tokens
 
     def accepts(self, expert: int, victim: int) -> bool:
@@ -106,7 +108,7 @@ class Frequency:
         if weight > _RESCALE:
             self._rescale()
 
-    def touch_batch(self, chosen: Counts, last: Counts, n_tokens: int) -> None:
+    def touch_batch(self, chosen: Counts, ids: npt.NDArray[np.int32], n_tokens: int) -> None:
         """Add the choices as if they were spread evenly over the n_tokens rows."""
         growth = self._growth
         # ten half-lives forget nearly everything, and more could overflow

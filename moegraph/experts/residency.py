@@ -26,7 +26,8 @@ from ..kinds import MAX_FETCH_IDS, MAX_FETCH_ROWS, Kind, MissRules, rules_of
 from .cache import ExpertCache
 from .cachestats import RoutingCounts
 from .cost import FetchChoice, MissWays
-from .slots import LayerSlots
+from .policy import Counts
+from .slots import LayerSlots, count
 
 Pairs = list[tuple[int, int]]  # (expert, slot)
 
@@ -178,15 +179,14 @@ class Residency:
         self._seconds = 0.0
         self._learning = n_tokens if n_tokens <= self._most_rows else 0, total
 
-    def preferred(self, il: int) -> dict[int, int]:
-        """Return the absent experts of layer il to keep, now that a prompt is recorded.
+    def preferred(self, il: int, experts: Iterable[int]) -> dict[int, int]:
+        """Return which of the absent experts that a prompt chose in layer il are to be kept.
 
-        Those that the policy prefers to residents -> their slots, which are free, or hold the
-        residents of lowest score.
+        Those that the policy prefers to residents, now that the prompt is recorded -> their slots,
+        which are free, or hold the residents of lowest score.
         """
         layer, score = self._layers[il], self._layers[il].policy.score
-        held = layer.resident | layer.loading.keys()
-        absent = [e for e, value in enumerate(score) if value > 0 and e not in held]
+        absent = sorted(e for e in experts if score[e] > 0 and not layer.has_slot(e))
         absent.sort(key=score.__getitem__, reverse=True)
         slot_of = dict(zip(absent, reversed(layer.free)))
         worst = sorted(layer.resident, key=score.__getitem__)
@@ -231,10 +231,13 @@ class Residency:
             del missing[n_fetched:]
         return FetchedLayer(missing, self._row(layer) if il in self._dirty else None, rest)
 
-    def routed(self, il: int, ids: npt.NDArray[np.int32]) -> Remedy | None:
+    def routed(
+        self, il: int, ids: npt.NDArray[np.int32], counts: Counts | None = None
+    ) -> Remedy | None:
         """Decide what happens to the missing experts of layer il; None if there are none.
 
-        ids: I32 [n_tokens * n_expert_used], the pass's choice.
+        ids: I32 [n_tokens * n_expert_used], the pass's choice. counts [n_expert]: how many rows of
+        a pass of many chose each expert, if that is known.
         """
         terms = self._pass
         if terms is None:
@@ -245,8 +248,9 @@ class Residency:
             missing = layer.access(chosen)
             self.routing.add(il, chosen)
         else:
-            missing = layer.access_batch(ids)
-            self.routing.add_batch(il, ids)
+            n_chosen = count(il, ids, self.cache.n_expert) if counts is None else counts
+            missing = layer.access_batch(ids, n_chosen)
+            self.routing.add_batch(il, n_chosen)
         return self._remedy(terms, layer, missing, ids) if missing else None
 
     def results_arrived(self, seconds: float = 0.0) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InternalError
-from .policy import LayerPolicy
+from .policy import Counts, LayerPolicy
 
 # Sorting all slots of a layer takes a while, so enough residents are listed for several misses.
 _N_LISTED = 16
@@ -92,6 +92,13 @@ class Journal:
     given: list[tuple[int, int]] = field(default_factory=list)
     in_flight: dict[int, int] = field(default_factory=dict)
     dirty: set[int] = field(default_factory=set)
+
+
+def count(il: int, ids: npt.NDArray[np.int32], n_expert: int) -> Counts:
+    """Return how many rows of layer il chose each expert, [n_expert]."""
+    if ids.size and (ids.min() < 0 or ids.max() >= n_expert):
+        raise InternalError(f"layer {il}: router chose ids outside 0..{n_expert - 1}")
+    return np.bincount(ids.reshape(-1), minlength=n_expert)
 
 
 class LayerSlots:
@@ -170,14 +177,13 @@ class LayerSlots:
         self.n_missing += len(missing)
         return missing
 
-    def access_batch(self, ids: npt.NDArray[np.int32]) -> list[int]:
-        """Do as `access` for ids I32 [n_tokens * n_expert_used]; the most chosen come first."""
+    def access_batch(self, ids: npt.NDArray[np.int32], chosen: Counts) -> list[int]:
+        """Do as `access` for ids I32 [n_tokens * n_expert_used]; the most chosen come first.
+
+        chosen: see `count`.
+        """
         if ids.size == 0:
             return []
-        if ids.min() < 0 or ids.max() >= self.n_expert:
-            raise InternalError(f"layer {self.il}: router chose ids outside 0..{self.n_expert - 1}")
-        flat = ids.reshape(-1)
-        chosen = np.bincount(flat, minlength=self.n_expert)
         absent = np.flatnonzero((self.table < 0) & (chosen > 0))
         missing: list[int] = absent[np.argsort(-chosen[absent], kind="stable")].tolist()
         n_absent = int(chosen[absent].sum())
@@ -186,10 +192,7 @@ class LayerSlots:
         self.n_missing += len(missing)
         if not self.full:
             n_tokens = -(-ids.size // self.n_expert_used)
-            last = np.full(self.n_expert, -1, dtype=np.int64)
-            # numpy keeps the last of several writes to one element
-            last[flat] = np.arange(ids.size) // self.n_expert_used
-            self.policy.touch_batch(chosen, last, n_tokens)
+            self.policy.touch_batch(chosen, ids.reshape(-1), n_tokens)
             self._journal.dirty.add(self.il)  # scores changed, so other victims are due
         return missing
 

@@ -687,6 +687,17 @@ class Lib:
     ) -> None: ...
     def mg_cpu_ffn_end(self, a0: mg_cpu_ffn_ptr, /) -> None: ...
     def mg_choose(self, a0: Address, a1: Address, a2: int, /) -> int: ...
+    def mg_find_missing(
+        self,
+        a0: Address,
+        a1: int,
+        a2: Address,
+        a3: int,
+        a4: Address,
+        a5: Address,
+        a6: Address,
+        /,
+    ) -> int: ...
     def mg_sort_places(
         self,
         a0: Address,

@@ -18,6 +18,25 @@ from .lib import C, ffi
 Ints = npt.NDArray[np.int32]
 
 
+def find_missing(
+    ids: Ints, table: Ints, absent: npt.NDArray[np.bool_]
+) -> tuple[list[int], Ints]:  # fmt: skip
+    """Return the experts among ids that have no slot, and how often each expert was chosen.
+
+    The most chosen come first; of equals, those with lower ids. ids: I32 numpy [n], the choice of
+    some rows. table: I32 [n_expert], expert -> slot or -1. absent: bool [n], gets whether each of
+    ids has no slot. The counts are I32 [n_expert].
+    """
+    n_expert = len(table)
+    counts, found = np.empty((2, n_expert), dtype=np.int32)
+    n = C.mg_find_missing(
+        _ints(ids), len(ids), _ints(table), n_expert, _flags(absent), _ints(counts), _ints(found)
+    )
+    if n < 0:
+        raise InternalError(f"a router chose ids outside 0..{n_expert - 1}")
+    return found[:n].tolist(), counts
+
+
 class MissingPlaces:
     """The places of one layer where experts were chosen that have no slot.
 
@@ -28,32 +47,24 @@ class MissingPlaces:
     def __init__(
         self, ids: Ints, absent: npt.NDArray[np.bool_], n_expert: int, n_used: int
     ) -> None:
-        self._n_used, self._n_rows = n_used, len(ids) // n_used
-        self._sorted = np.empty(len(ids), dtype=np.int32)
-        self._bounds = np.empty(n_expert + 1, dtype=np.int32)
-        self._ends = np.empty(self._n_rows + 1, dtype=np.int32)
-        flags = absent.view(np.uint8)
-        n = C.mg_sort_places(
-            _ints(ids), ffi.cast("uint8_t *", ffi.from_buffer(flags)), len(ids), n_expert,
-            _ints(self._bounds), _ints(self._sorted),
-        )  # fmt: skip
-        if n < 0:
+        self._n_used, self._n_rows, n = n_used, len(ids) // n_used, len(ids)
+        memory = np.empty(n + n_expert + 1 + self._n_rows + 1, dtype=np.int32)
+        self._sorted = _ints(memory)  # keeps the memory
+        self._bounds = self._sorted + n
+        self._ends = self._bounds + n_expert + 1
+        if C.mg_sort_places(
+            _ints(ids), _flags(absent), n, n_expert, self._bounds, self._sorted
+        ) < 0:  # fmt: skip
             raise InternalError(f"a router chose ids outside 0..{n_expert - 1}")
-
-    @property
-    def n_experts(self) -> int:
-        """How many experts were chosen that had no slot."""
-        return int((np.diff(self._bounds) > 0).sum())
 
     def of(self, experts: Sequence[int]) -> Ints:
         """Return the places where one of these experts was chosen, I32 numpy, ascending."""
-        chosen, bounds = np.array(experts, dtype=np.int32), self._bounds
-        found = np.empty(int((bounds[chosen + 1] - bounds[chosen]).sum()), dtype=np.int32)
-        C.mg_merge_places(
-            _ints(self._sorted), _ints(bounds), _ints(chosen), len(chosen), self._n_used,
-            self._n_rows, _ints(self._ends), _ints(found),
+        found = np.empty(self._n_rows * self._n_used, dtype=np.int32)
+        n = C.mg_merge_places(
+            self._sorted, self._bounds, ffi.new("int32_t[]", experts), len(experts), self._n_used,
+            self._n_rows, self._ends, _ints(found),
         )  # fmt: skip
-        return found
+        return found[:n]
 
 
 def write_unit(
@@ -84,4 +95,8 @@ def write_unit(
 
 
 def _ints(array: Ints) -> Any:
-    return ffi.cast("int32_t *", ffi.from_buffer(array))
+    return ffi.from_buffer("int32_t[]", array)
+
+
+def _flags(array: npt.NDArray[np.bool_]) -> Any:
+    return ffi.from_buffer("uint8_t[]", array)

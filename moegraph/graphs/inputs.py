@@ -132,7 +132,6 @@ class InputBlock(Owner):
         self._block = self.own(Block(device, shapes, "the inputs of a pass", "lower -ub or -c"))
         self._all = self._block.tensors["inputs"]
         self._host = self.own(device.host_buffer(self.n_bytes))
-        self._uploaded = self.own(device.event())
         self._one: _OneRow | None = None  # valid until a pass of several rows overwrites the block
 
     def _layout(self, n_tokens: int) -> _Layout:
@@ -216,11 +215,8 @@ class InputBlock(Owner):
 
         tokens: numpy shape [n_seqs, n_seq_tokens]. slots: the sequence of each row of tokens; they
         have pages for the rows. If the pass has more sequences, the others are padding. draws:
-        numpy shape [n_out, DRAW_WORDS], without padding. The call waits for the
-        previous upload, not for the device.
+        numpy shape [n_out, DRAW_WORDS], without padding. The pass before has ended.
         """
-        if self._uploaded:
-            self._uploaded.wait()
         n_tokens = shape.n_seqs * shape.n_seq_tokens
         if n_tokens > 1 or tree:
             self._one = None
@@ -249,8 +245,6 @@ class InputBlock(Owner):
                 one.draws[:] = draws
             end = one.end
         self._device.send(self._all, self._host, 0, end)
-        if self._uploaded:
-            C.ggml_backend_event_record(self._uploaded.ptr, self._device.compute.ptr)
 
     def _end(self, at: _Layout, shape: PassShape) -> int:
         """Return how many bytes the inputs take."""

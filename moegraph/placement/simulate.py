@@ -163,8 +163,8 @@ class _Replay:
                 continue
             missing = residency.routed(il, chosen)
             if missing and not terms.mode.admits:
-                slots = residency.preferred(il)
-                kept = [(e, slots[e]) for e in missing.staged if e in slots]
+                slots = residency.preferred(il, missing.staged)
+                kept = list(slots.items())
                 residency.keep(il, kept)
                 self._move(il, kept, [e for e in missing.staged if e not in slots])
         residency.results_arrived()

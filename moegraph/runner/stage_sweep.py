@@ -7,24 +7,26 @@
 
 The hidden states of all rows stay on the device. `experts` leaves absent experts out. Each of them
 is sent once, through a ring of groups of slots, and then computed for all rows that chose it
-(`MissingExperts`). What the policy prefers to residents is then copied into slots of the layer.
+(`MissingExperts`). What the policy prefers to residents is then copied into slots of the layer,
+mostly while the device computes the first chunk of the next layer: the host has nothing else to do
+before that has chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from ..arch.inputs import PassShape
 from ..errors import InternalError
-from ..experts.crossing import Crossing, Forecast, Group, by_popularity
+from ..experts.crossing import Crossing, Forecast, Group
 from ..experts.residency import PassTerms
 from ..ggml.handles import Event
 from ..ggml.lib import C
 from ..ggml.ops import Tensor
-from ..ggml.places import MissingPlaces
+from ..ggml.places import MissingPlaces, find_missing
 from ..graphs.chunk import Form, Segment, kv_length
 from ..graphs.head import Results
 from ..kinds import SHORT_PROMPT, Kind, SweepStep
@@ -34,9 +36,9 @@ from .sweeps import AHEAD, Sweeps
 
 
 class MissingExperts:
-    """Experts that layers lack, while a sweep computes them: which are sent, and when they compute.
+    """Experts that layers lack in a sweep: which are sent, and when they compute.
 
-    kept: experts of the layer to keep after use, and their slots.
+    computed: groups of one layer that are not given back.
     """
 
     def __init__(self, sweeps: Sweeps, n_rows: int) -> None:
@@ -46,15 +48,17 @@ class MissingExperts:
         self._crossing = Crossing(ring.n_groups, ring.n_each) if ring else Crossing(0, 0)
         # the layer that it foresees comes second
         self._forecast, self._foreseen = Forecast(n_rows), -1
-        self.kept: dict[int, int] = {}
+        self._slots = np.full(self._n_expert, -1, dtype=np.int32)  # in groups, of what was sent
+        self._chosen = set[int]()
+        self.computed: list[Group] = []
 
     def forget(self) -> None:
         """Note that experts may have gained or lost slots."""
-        self._foreseen, self.kept = -1, {}
+        self._foreseen = -1
 
-    def ask(self, il: int, chosen: npt.NDArray[np.int32], absent: npt.NDArray[np.bool_]) -> None:
-        """Send the experts among the choice of a chunk that it misses."""
-        experts = by_popularity(chosen, absent, self._n_expert)
+    def ask(self, il: int, experts: list[int]) -> None:
+        """Send experts that the rows of a chunk chose and that have no slot."""
+        self._chosen.update(experts)
         if self._s.misses:
             experts = self._s.misses.uploads.level.in_order(il, experts)
         self._crossing.ask(il, experts)
@@ -78,9 +82,9 @@ class MissingExperts:
         if not room or residency is None or il not in s.stage.layers:
             return
         if self._foreseen != il:
-            asked = self._crossing.asked(il)
-            absent = np.flatnonzero(residency.cache.tables[il] < 0)
-            absent = absent[~np.isin(absent, list(asked))] if asked else absent
+            is_absent = residency.cache.tables[il] < 0
+            is_absent[list(self._crossing.asked(il))] = False
+            absent = np.flatnonzero(is_absent)
             counts = residency.routing.popularity(il)
             self._forecast.begin(counts, absent, s.stage.hp.n_expert_used)
             self._foreseen = il
@@ -88,7 +92,7 @@ class MissingExperts:
         self._send()
 
     def groups(self, il: int, n_chunks: int) -> Iterator[Group]:
-        """Yield the groups of a layer as they are to be computed; `give_back` ends each.
+        """Yield the groups of a layer as they are to be computed; `compute` each.
 
         The first group has most rows. In a long prompt it arrived long ago, as have those after it
         but the last. These are computed before it: while it is computed, further experts arrive in
@@ -97,22 +101,25 @@ class MissingExperts:
         held = self._crossing.held(il)
         if n_chunks > 1:
             held = held[1:-1] + held[:1] + held[1:][-1:]
-        yield from held
-        while held := self._crossing.held(il):
-            yield held[0]
+        while held:
+            yield from held
+            held = [group for group in self._crossing.held(il) if group not in self.computed]
 
     def compute(
         self, il: int, group: Group, missing: MissingPlaces, ids: npt.NDArray[np.int32],
         part: list[Chunk],
     ) -> None:  # fmt: skip
-        """Enqueue what the experts of a group compute for the rows of a part that chose them."""
+        """Enqueue what the experts of a group compute for the rows of a part that chose them.
+
+        Call `give_back` after it, or after further groups while `has_room`.
+        """
         s, uploaded = self._s, self._s.ring_events[group.index][1]
         if uploaded:
             C.ggml_backend_event_wait(s.device.compute.ptr, uploaded.ptr)
-        slots = np.full(self._n_expert, -1, dtype=np.int32)
-        slots[group.experts] = np.arange(len(group.experts))
+        self.computed.append(group)
+        self._slots[group.experts] = range(len(group.experts))
         for places in self._cut(missing.of(group.experts), part):
-            turn, n_padded = s.memory.write_unit(places, ids, slots)
+            turn, n_padded = s.memory.write_unit(places, ids, self._slots)
             inputs = s.graphs.unit_inputs(turn, n_padded)
             unit = s.graphs.unit(il, group.index, n_padded)
             s.launch(inputs, f"the inputs of missing experts of layer {il}")
@@ -128,23 +135,37 @@ class MissingExperts:
         if not self._s.device.can.exact_sums:
             n = -(-len(places) // (self._s.memory.most - 1))
             return np.array_split(places, n) if n else []
+        if len(part) == 1:
+            return [places] if len(places) else []
         k = self._s.stage.hp.n_expert_used
         found = np.split(places, np.searchsorted(places, [k * chunk.row for chunk in part[1:]]))
         return [rows for rows in found if len(rows)]
 
-    def give_back(self, il: int, group: Group) -> None:
-        """Keep experts of a group that was computed, and enqueue uploads into the group."""
-        s, free = self._s, self._s.ring_events[group.index][0]
-        s.keep(il, group, self.kept)
-        if free:
-            C.ggml_backend_event_record(free.ptr, s.device.compute.ptr)
-        self._crossing.give_back(group)
-        self._send()
+    @property
+    def has_room(self) -> bool:
+        """Whether all experts that were asked for are sent, and half of the ring is free."""
+        ring = self._s.ring
+        return ring is None or 2 * self._crossing.n_room >= ring.n_groups * ring.n_each
 
-    def leave(self, il: int, n_chosen: int) -> None:
-        """Note that a layer is done, and how many of its absent experts its rows chose."""
+    def give_back(self, kept: Mapping[int, int]) -> None:
+        """Have further uploads into the groups that were computed.
+
+        kept: experts that get slots before that.
+        """
+        for group in self.computed:
+            self._s.leave(group, kept)
+            if free := self._s.ring_events[group.index][0]:
+                C.ggml_backend_event_record(free.ptr, self._s.device.compute.ptr)
+            self._crossing.give_back(group)
+            self._send()
+        self.computed.clear()
+
+    def leave(self, il: int) -> None:
+        """Note that all experts of a layer are computed."""
+        n_chosen = len(self._chosen)
         self._forecast.note(n_chosen, len(self._crossing.asked(il)) - n_chosen)
         self._crossing.leave(il)
+        self._chosen.clear()
 
 
 class StageSweep:
@@ -167,8 +188,12 @@ class StageSweep:
         self._is_entering = self._is_last = False
         # what others choose is not what one prompt prefers
         self._is_alone = len(prompts) == 1
-        # a layer whose choice is not recorded yet, its rows, and the event after which it is here
+        # a layer that is not done with, its rows, and the event after which its choice is here
         self._unrecorded: tuple[int, int, Event | None] | None = None
+        # of the last layer that is recorded: experts to keep, and their slots
+        self._kept: dict[int, int] = {}
+        # how often the rows chose each expert of a layer that may lack some
+        self._counts = np.zeros(0, dtype=np.int32)
         self._n_enqueued = 0
         self.n_done, self._recorded = 0, -1
 
@@ -199,6 +224,7 @@ class StageSweep:
         if residency is None or (self._terms and residency.is_current(self._terms)):
             return
         self._missing.forget()
+        self._kept = {}
         self._is_alone = self._is_alone and self._terms is None
         self._is_entering = True  # what begin_pass returns is lost if it is not carried out
         # a few rows would get slots, which is for passes
@@ -267,7 +293,9 @@ class StageSweep:
             self._launch_chunk(il, at, chunk)
             launched = at, chunk, residency.cache.tables[il].copy()  # as the device knows it
             if at == 0:
+                missing.send_ahead(il)
                 self._record()
+                missing.send_ahead(il)
             if waiting:
                 self._ask(il, ids, absent, *waiting)
             waiting = launched
@@ -276,17 +304,14 @@ class StageSweep:
         if waiting:
             self._ask(il, ids, absent, *waiting)
         places = MissingPlaces(ids, absent, s.stage.hp.n_expert, k)
-        missing.send_ahead(il + 1)
         for i, group in enumerate(missing.groups(il, len(part))):
             if i:
                 yield SweepStep("experts", n_rows)
             missing.compute(il, group, places, ids, part)
-            if self._is_alone and self._is_last and self._recorded != il:
-                s.record(il, ids)  # only now, while the device computes the group
-                missing.kept, self._recorded = residency.preferred(il), il
-            missing.give_back(il, group)
-            missing.send_ahead(il + 1)
-        missing.leave(il, places.n_experts)
+            if not missing.has_room:  # the link is not to wait
+                self._give_back(il, ids)
+                missing.send_ahead(il + 1)
+        missing.leave(il)
         if s.sums_last:
             for chunk in part:
                 yield SweepStep("sum", chunk.n)
@@ -321,11 +346,9 @@ class StageSweep:
         if event:
             event.wait()
         rows = slice(chunk.row * k, chunk.end * k)
-        chosen = ids[rows]
-        if chosen.min() < 0 or chosen.max() >= len(table):
-            raise InternalError(f"layer {il}: router chose ids outside 0..{len(table) - 1}")
-        absent[rows] = table[chosen] < 0
-        self._missing.ask(il, chosen, absent[rows])
+        experts, counts = find_missing(ids[rows], table, absent[rows])
+        self._counts = counts if at == 0 else self._counts + counts
+        self._missing.ask(il, experts)
 
     def _sum(self, il: int, chunk: Chunk) -> None:
         s, memory, k, n = self._s, self._s.memory, self._s.stage.hp.n_expert_used, chunk.n
@@ -359,8 +382,7 @@ class StageSweep:
                 reader(s.memory.hidden, row, sum(segment.n for _, segment in group), first)
             if last_out is not None:
                 self._keep_last_out(last_out, group)
-        is_counted = s.residency is not None and s.stage.hp.layer(il).is_routed
-        if is_counted and self._recorded != il:
+        if s.residency is not None and s.stage.hp.layer(il).is_routed:
             done = None if lacks else s.layer_done[il % 2]  # the host has read what a layer lacks
             if done:
                 C.ggml_backend_event_record(done.ptr, s.device.compute.ptr)
@@ -384,10 +406,23 @@ class StageSweep:
             il, n_rows, done = self._unrecorded
             if done:
                 done.wait()
-            self._s.record(
-                il, self._s.memory.ids[il % 2, : n_rows * self._s.stage.hp.n_expert_used]
-            )
+            ids = self._s.memory.ids[il % 2, : n_rows * self._s.stage.hp.n_expert_used]
+            if self._missing.computed:
+                self._give_back(il, ids)
+            if self._recorded != il:
+                self._s.record(il, ids)
             self._unrecorded = None
+
+    def _give_back(self, il: int, ids: npt.NDArray[np.int32]) -> None:
+        """Give the groups of layer il back that were computed.
+
+        What the policy prefers is kept if one prompt alone chose: so its choice is recorded before.
+        """
+        residency = self._s.residency
+        if residency and self._is_alone and self._is_last and self._recorded != il:
+            missing = self._s.record(il, ids, self._counts)
+            self._kept, self._recorded = residency.preferred(il, missing), il
+        self._missing.give_back(self._kept if self._recorded == il else {})
 
     def head(self, batch: SweepBatch, row: int, n: int) -> Output:
         """Compute the head for rows of the part, which are of one prompt, and wait for it."""

@@ -398,16 +398,17 @@ class Sweeps(Owner):
         if self.misses and self.ring:
             self.misses.uploads.send(il, self.ring.bank(il, group), pairs)
 
-    def keep(self, il: int, group: Group, slot_of: Mapping[int, int]) -> None:
-        """Copy experts of a group into slots of their layer, on the device.
+    def leave(self, group: Group, slot_of: Mapping[int, int]) -> None:
+        """Have others take the place of a group's experts.
 
-        slot_of: expert -> slot. The slots' last readers and the next ones are on the same stream.
+        slot_of: experts that are copied into slots of their layer before that, on the device. The
+        slots' last readers and the next ones are on the same stream.
         """
-        kept = [(expert, slot_of[expert]) for expert in group.experts if expert in slot_of]
         if self.residency is None or self.misses is None or self.ring is None:
             return
-        if kept:
-            self.residency.keep(il, kept)
+        il = group.il
+        kept = [(expert, slot_of[expert]) for expert in group.experts if expert in slot_of]
+        self.residency.keep(il, kept)
         self.misses.uploads.displace(il, kept, group.experts, self.ring.bank(il, group.index))
         if not kept:
             return
@@ -419,12 +420,17 @@ class Sweeps(Owner):
             self.stage.banks.layer(il).to_fill, pairs, len(kept), packing.stride, packing.n_bytes,
         )  # fmt: skip
 
-    def record(self, il: int, ids: npt.NDArray[np.int32]) -> None:
-        """Record the choice of all rows in layer il."""
-        if self.residency is not None:
-            self.residency.routed(il, ids)
+    def record(
+        self, il: int, ids: npt.NDArray[np.int32], counts: npt.NDArray[np.int32] | None = None
+    ) -> list[int]:
+        """Record the choice of all rows in layer il, and return which of it has no slot.
+
+        counts: see `Residency.routed`.
+        """
+        remedy = self.residency.routed(il, ids, counts) if self.residency else None
         for observer in self._observers:
             observer(il, ids)
+        return remedy.staged if remedy else []
 
     def takes(self, segments: Sequence[Segment]) -> bool:
         """Return whether there is memory for such a chunk, rounded up."""

@@ -2,6 +2,30 @@
 
 #include <string.h>
 
+int32_t mg_find_missing(const int32_t * ids, int32_t n, const int32_t * table, int32_t n_expert, uint8_t * absent,
+        int32_t * counts, int32_t * found) {
+    memset(counts, 0, sizeof(*counts) * (size_t) n_expert);
+    for (int32_t i = 0; i < n; i++) {
+        if ((uint32_t) ids[i] >= (uint32_t) n_expert) {
+            return -1;
+        }
+        absent[i] = table[ids[i]] < 0;
+        counts[ids[i]]++;
+    }
+    int32_t n_found = 0;
+    for (int32_t e = 0; e < n_expert; e++) {
+        if (counts[e] > 0 && table[e] < 0) {
+            int32_t at = n_found++;
+            while (at > 0 && counts[found[at - 1]] < counts[e]) {
+                found[at] = found[at - 1];
+                at--;
+            }
+            found[at] = e;
+        }
+    }
+    return n_found;
+}
+
 int32_t mg_sort_places(const int32_t * ids, const uint8_t * absent, int32_t n, int32_t n_expert, int32_t * bounds,
         int32_t * places) {
     // no branches on `absent`, which no processor foresees: bounds[0] counts what has a slot, and those places go behind

@@ -9,6 +9,12 @@
 extern "C" {
 #endif
 
+// Count in counts [n_expert] how often ids [n] name each expert. Write those to found [n_expert] whose entry of table
+// [n_expert] is below 0, the most chosen first, of equals in ascending order, and return how many there are, or -1 if an
+// id is outside of 0 to n_expert - 1. absent: [n], gets 1 where an id is one of them, else 0.
+int32_t mg_find_missing(const int32_t * ids, int32_t n, const int32_t * table, int32_t n_expert, uint8_t * absent,
+        int32_t * counts, int32_t * found);
+
 // Sort the places of ids [n] where absent [n] is not 0 by expert, places of one expert in ascending order: expert e has
 // places[bounds[e]] to places[bounds[e + 1] - 1]. bounds: [n_expert + 1]. places: [n]; the other ones are behind. Returns
 // how many there are, or -1 if an id is outside of 0 to n_expert - 1.

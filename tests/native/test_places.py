@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moegraph.errors import InternalError
-from moegraph.experts.crossing import by_popularity, padded
-from moegraph.ggml.places import MissingPlaces, write_unit
+from moegraph.experts.crossing import padded
+from moegraph.ggml.places import MissingPlaces, find_missing, write_unit
 
 Ints = npt.NDArray[np.int32]
 MAX_ROUNDS = 16
@@ -63,8 +63,7 @@ def test_units_are_those_of_numpy_and_cover_every_place_once(
 ) -> None:
     ids, absent = choice(n, k, n_expert, seed)
     missing = MissingPlaces(ids, absent, n_expert, k)
-    cold = by_popularity(ids, absent, n_expert)
-    assert missing.n_experts == len(cold)
+    cold = np.unique(ids[absent]).tolist()
     seen: list[int] = []
     for at in range(0, len(cold), 5):
         group = cold[at : at + 5]
@@ -80,11 +79,28 @@ def test_units_are_those_of_numpy_and_cover_every_place_once(
     assert sorted(seen) == np.flatnonzero(absent).tolist()
 
 
+@given(st.integers(0, 60), st.integers(1, 8), st.integers(8, 40), st.integers(0, 1000))
+@settings(max_examples=150, deadline=None)
+def test_missing_experts_are_found_in_order(n: int, k: int, n_expert: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    ids = np.minimum(rng.geometric(0.1, n * k), n_expert).astype(np.int32) - 1
+    table = np.where(rng.random(n_expert) < 0.4, -1, rng.permutation(n_expert)).astype(np.int32)
+    absent = rng.random(n * k) < 0.5
+    counts = np.bincount(ids, minlength=n_expert)
+    missing = [e for e in range(n_expert) if table[e] < 0 < counts[e]]
+    found, found_counts = find_missing(ids, table, absent)
+    assert found == sorted(missing, key=lambda e: -counts[e])
+    assert found_counts.tolist() == counts.tolist()
+    assert absent.tolist() == (table[ids] < 0).tolist()
+
+
 def test_what_cannot_be_is_an_internal_error() -> None:
     ids = np.array([0, 9], dtype=np.int32)
     with pytest.raises(InternalError, match=r"outside 0\.\.5"):
         MissingPlaces(ids, np.ones(2, dtype=bool), 6, 2)
-    assert MissingPlaces(ids, np.array([True, False]), 6, 2).n_experts == 1
+    assert len(MissingPlaces(ids, np.array([True, False]), 6, 2).of([0])) == 1
+    with pytest.raises(InternalError, match=r"outside 0\.\.5"):
+        find_missing(ids, np.zeros(6, dtype=np.int32), np.ones(2, dtype=bool))
     words = np.empty((4 + MAX_ROUNDS) * 64, dtype=np.int32)
     many = np.arange(MAX_ROUNDS + 1, dtype=np.int32)
     with pytest.raises(InternalError, match="more than 16 experts"):

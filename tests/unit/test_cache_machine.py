@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from moegraph.experts.cache import ExpertCache
 from moegraph.experts.policy import POLICIES, parse_policy
+from moegraph.experts.slots import count
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -99,7 +100,8 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(at=st.integers(0, 2), seed=st.integers(0, 99), n_rows=st.integers(1, 5))
     def batch(self, at: int, seed: int, n_rows: int) -> None:
         ids = np.stack([self.row(seed + i) for i in range(n_rows)]).astype(np.int32)
-        self.cache.layers[self.layer(at)].access_batch(ids)
+        layer = self.cache.layers[self.layer(at)]
+        layer.access_batch(ids, count(layer.il, ids, layer.n_expert))
         self.n_ids += ids.size
 
     def row(self, seed: int) -> list[int]:

@@ -19,6 +19,7 @@ from moegraph.experts.policy import (
     few_slots_warning,
     parse_policy,
 )
+from moegraph.experts.slots import count
 
 N_EXPERT, N_USED = 16, 4
 
@@ -114,14 +115,15 @@ def test_a_batch_counts_as_the_same_ids_one_by_one() -> None:
         cache.layers[0].preload([3, 1, 4, 15, 9, 2])
         cache.begin_pass()
     missing = one.layers[0].access(ids.reshape(-1).tolist())
-    batch = many.layers[0].access_batch(ids)
+    layer = many.layers[0]
+    batch = layer.access_batch(ids, count(0, ids, N_EXPERT))
     assert sorted(missing) == sorted(batch)
     counts = np.bincount(ids.reshape(-1), minlength=N_EXPERT)
     chosen = [counts[e] for e in batch]
     assert chosen == sorted(chosen, reverse=True)
     for field in ("hits", "misses", "missing"):
         assert getattr(one.stats, field).tolist() == getattr(many.stats, field).tolist()
-    assert many.layers[0].access_batch(ids[:0]) == []
+    assert layer.access_batch(ids[:0], count(0, ids[:0], N_EXPERT)) == []
 
 
 @pytest.mark.parametrize("policy", [Lru(), Lfu(half_life=20, hysteresis=1.0)])
@@ -135,7 +137,8 @@ def test_a_batch_leaves_the_policy_where_single_rows_do(policy: Policy) -> None:
         cache.layers[0].preload()
     for row in rows:
         one.layers[0].access(row.tolist())
-    many.layers[0].access_batch(np.array(rows, dtype=np.int32))
+    ids, layer = np.array(rows, dtype=np.int32), many.layers[0]
+    layer.access_batch(ids, count(0, ids, N_EXPERT))
     a, b = (cache.layers[0].policy.score for cache in (one, many))
     if isinstance(policy, Lfu):
         assert np.corrcoef(a, b)[0, 1] > 0.9

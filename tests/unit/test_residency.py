@@ -317,18 +317,19 @@ def test_what_a_prompt_has_on_the_device_gets_slots_if_the_policy_prefers_it() -
     residency.begin_pass(Kind.PREFILL, 40)
     for il in (0, 1, 2):
         residency.routed(il, ids(*[9, 8, 7, 1] * 40))
-    slots = [residency.preferred(il) for il in (0, 1, 2)]
-    assert [set(found) for found in slots] == [{7, 8, 9}, {7, 8, 9}, set()]
+    slots = [residency.preferred(il, [9, 8, 7, 2]) for il in (0, 1, 2)]
+    assert [list(found) for found in slots] == [[7, 8, 9], [7, 8, 9], []]
     residency.keep(0, [(7, slots[0][7]), (9, slots[0][9])])
     layer = residency.cache.layers[0]
-    assert layer.resident >= {7, 9, 1} and set(residency.preferred(0)) == {8}
+    assert layer.resident >= {7, 9, 1} and residency.n_kept == 2
+    assert list(residency.preferred(0, range(12))) == [8] and not residency.preferred(0, [7])
 
 
 def test_a_prompt_that_fails_leaves_empty_slots_where_it_kept_experts() -> None:
     residency = residency_of([6], policy=Lfu(hysteresis=1))
     residency.begin_pass(Kind.PREFILL, 40)
     residency.routed(0, ids(*[9, 8, 7, 1] * 40))
-    pairs = list(residency.preferred(0).items())[:2]
+    pairs = list(residency.preferred(0, [9, 8]).items())
     slots = [slot for _, slot in pairs]
     residency.keep(0, pairs)
     residency.rollback()
