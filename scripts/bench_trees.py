@@ -11,8 +11,9 @@ percentage, passes of one row replay the routing of a generated trace, the same 
 model of 22 GB takes up to 20 GB of host memory for each system and setting.
 
 All systems get the same token ids at the same positions; every pass of --rows starts from an empty
-sequence and has ids of its own, as llama-bench's passes have. moegraph copies only the argmax of a
-pass to the host.
+sequence and has ids of its own, as llama-bench's passes have. If experts are missing, more samples
+of --rows are not counted, because such rows choose other experts than what ran before. moegraph
+copies only the argmax of a pass to the host.
 
 With --programs, nothing of this is timed: each system's own bench_server.py (one client),
 bench_lookup.py and bench_drafts.py run in turn, a process for each sample.
@@ -84,6 +85,9 @@ def setting(text: str) -> str:
     return f"{value:g} %"
 
 
+# Samples of --rows that precede those of a test if experts are missing.
+_SETTLING = 6
+
 # A sample: its value, and what else is noted. Of a worker and the number of the sample.
 Sample = Callable[[bench.Worker, int], tuple[float, dict[str, object]]]
 
@@ -150,7 +154,11 @@ def measure(args: argparse.Namespace, raw: bench.Raw, workers: list[bench.Worker
                 for worker in workers:
                     worker.ask("decode", n=args.warm, seed=0)
             for test, sample in tests(args).items():
-                unit = "ms" if test.startswith("rows") else "tok/s"
+                is_rows = test.startswith("rows")
+                unit, n_settling = "ms" if is_rows else "tok/s", _SETTLING * (is_rows and partial)
+                for worker in workers:
+                    for at in range(n_settling):
+                        sample(worker, args.samples + 1 + at)
                 for at in range(args.samples + 1):
                     for worker in workers if at % 2 else reversed(workers):
                         value, more = sample(worker, at)
