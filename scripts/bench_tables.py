@@ -43,6 +43,7 @@ RUNS = {
     DOCS / "benchmarks" / "longer.jsonl": [DOCS / "benchmarks" / "longer.md"],
     DOCS / "benchmarks" / "h200.jsonl": [DOCS / "benchmarks" / "h200.md"],
     DOCS / "benchmarks" / "targets.jsonl": [DOCS / "benchmarks" / "targets.md"],
+    DOCS / "benchmarks" / "rows.jsonl": [DOCS / "benchmarks" / "rows.md"],
     DOCS / "benchmarks" / "rival.jsonl": [
         bench.ROOT / "README.md",
         DOCS / "benchmarks" / "rival.md",
