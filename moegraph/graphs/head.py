@@ -31,8 +31,8 @@ class HeadOutputs:
 
     logits F32 [n_vocab, n_out]; main: the results, one row for each row of logits: the logits,
     their argmax I32 [n_out], or their candidates I32 [n, n_out]. check F32 [1, n_out]: the sum of
-    each normalised row, for the argmax plus that of its logits. It is finite only if all these
-    numbers are. Candidates have a check of their own.
+    each normalised row, plus that of its logits. It is finite only if all these numbers are. Of
+    candidates it is the first sum, because they have a check of their own.
     """
 
     logits: Tensor
@@ -60,9 +60,10 @@ def build_head(
         logits = b.scale(logits, weights.softcap)
     logits = b.expand(b.name(logits, "result_output"))
     main, check = logits, b.sum_rows(cur)  # a product can hide NaN: NaN quantizes to zeros
+    if results is not Results.CANDIDATES:
+        check = b.add(check, _sum_of_logits(b, logits))
     if results is Results.ARGMAX:
         main = b.expand(b.name(b.argmax(logits), "result_argmax"))
-        check = b.add(check, _sum_of_logits(b, logits))
     elif results is Results.CANDIDATES:
         if draws is None:
             raise InternalError("the head was built for candidates of too many rows")
