@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Counts = npt.NDArray[np.int64]
+from .policy import Counts
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,6 @@ class RoutingCounts:
         for expert in ids:
             counts[expert] += 1
 
-    def add_batch(self, il: int, chosen: npt.NDArray[np.int32] | Counts) -> None:
+    def add_batch(self, il: int, chosen: Counts) -> None:
         """Count the choice of many rows; chosen [n_expert]: how many of them chose each expert."""
         self.counts[il] = (chosen + self.counts[il]).tolist()

@@ -15,6 +15,8 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import InternalError
+
 # Share of what is sent that may be sent in vain, and the rows from which it is the lower one.
 _WASTE, _WASTE_LONG, _LONG = 0.08, 0.01, 2048
 # Experts of a layer that are worth a risk: they cross while the layer before ends and the router of
@@ -101,7 +103,9 @@ class Crossing:
         self._free.append(group)
 
     def leave(self, il: int) -> None:
-        """Forget layer il; its groups have been given back."""
+        """Forget what was asked for of layer il; groups may still have its experts."""
+        if any(queued == il for queued, _ in self._queue):
+            raise InternalError(f"layer {il}: experts were asked for and not sent")
         self._asked.pop(il, None)
 
 
@@ -153,6 +157,6 @@ class Forecast:
 
 
 def padded(n: int) -> int:
-    """Return the number of places of a graph for n: above n, and one of few, so graphs are few."""
+    """Return the number of places of a graph for n: above n, and one of few, for few graphs."""
     step = max(16, 1 << max(0, n.bit_length() - (2 if n < 512 else 3)))
     return max(32, (n // step + 1) * step)

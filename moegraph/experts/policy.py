@@ -37,7 +37,7 @@ class LayerPolicy(Protocol):
     def touch_batch(self, chosen: Counts, ids: npt.NDArray[np.int32], n_tokens: int) -> None:
         """Note the choices of n_tokens rows.
 
-        ids: I32 [n_tokens * n_expert_used]. chosen [n_expert]: how many rows chose each expert.
+        chosen [n_expert]: how many rows chose each expert. ids: I32 [n_tokens * n_expert_used].
         """
 
     def accepts(self, expert: int, victim: int) -> bool:

@@ -19,21 +19,22 @@ Ints = npt.NDArray[np.int32]
 
 
 def find_missing(
-    ids: Ints, table: Ints, absent: npt.NDArray[np.bool_]
+    il: int, ids: Ints, table: Ints, absent: npt.NDArray[np.bool_]
 ) -> tuple[list[int], Ints]:  # fmt: skip
     """Return the experts among ids that have no slot, and how often each expert was chosen.
 
     The most chosen come first; of equals, those with lower ids. ids: I32 numpy [n], the choice of
-    some rows. table: I32 [n_expert], expert -> slot or -1. absent: bool [n], gets whether each of
-    ids has no slot. The counts are I32 [n_expert].
+    some rows in layer il. table: I32 [n_expert], expert -> slot or -1. absent: bool [n], gets
+    whether each of ids has no slot. The counts are I32 [n_expert].
     """
     n_expert = len(table)
     counts, found = np.empty((2, n_expert), dtype=np.int32)
     n = C.mg_find_missing(
-        _ints(ids), len(ids), _ints(table), n_expert, _flags(absent), _ints(counts), _ints(found)
-    )
+        _pointer(ids), len(ids), _pointer(table), n_expert, _pointer(absent, "uint8_t[]"),
+        _pointer(counts), _pointer(found),
+    )  # fmt: skip
     if n < 0:
-        raise InternalError(f"a router chose ids outside 0..{n_expert - 1}")
+        raise InternalError(f"layer {il}: router chose ids outside 0..{n_expert - 1}")
     return found[:n].tolist(), counts
 
 
@@ -49,11 +50,11 @@ class MissingPlaces:
     ) -> None:
         self._n_used, self._n_rows, n = n_used, len(ids) // n_used, len(ids)
         memory = np.empty(n + n_expert + 1 + self._n_rows + 1, dtype=np.int32)
-        self._sorted = _ints(memory)  # keeps the memory
+        self._sorted = _pointer(memory)  # keeps the memory
         self._bounds = self._sorted + n
         self._ends = self._bounds + n_expert + 1
         if C.mg_sort_places(
-            _ints(ids), _flags(absent), n, n_expert, self._bounds, self._sorted
+            _pointer(ids), _pointer(absent, "uint8_t[]"), n, n_expert, self._bounds, self._sorted
         ) < 0:  # fmt: skip
             raise InternalError(f"a router chose ids outside 0..{n_expert - 1}")
 
@@ -62,7 +63,7 @@ class MissingPlaces:
         found = np.empty(self._n_rows * self._n_used, dtype=np.int32)
         n = C.mg_merge_places(
             self._sorted, self._bounds, ffi.new("int32_t[]", experts), len(experts), self._n_used,
-            self._n_rows, self._ends, _ints(found),
+            self._n_rows, self._ends, _pointer(found),
         )  # fmt: skip
         return found[:n]
 
@@ -86,17 +87,13 @@ def write_unit(
     if len(places) >= n_padded or len(words) < (4 + max_rounds) * n_padded:
         raise InternalError(f"{len(places)} places do not fit into a unit of {n_padded}")
     n_rounds = C.mg_unit(
-        _ints(places), len(places), _ints(ids), _ints(slots), n_used, n_rows, n_padded,
-        max_rounds, -1, _ints(words),
+        _pointer(places), len(places), _pointer(ids), _pointer(slots), n_used, n_rows, n_padded,
+        max_rounds, -1, _pointer(words),
     )  # fmt: skip
     if n_rounds < 0:
         raise InternalError(f"a row chose more than {max_rounds} experts of a group")
     return int(n_rounds)
 
 
-def _ints(array: Ints) -> Any:
-    return ffi.from_buffer("int32_t[]", array)
-
-
-def _flags(array: npt.NDArray[np.bool_]) -> Any:
-    return ffi.from_buffer("uint8_t[]", array)
+def _pointer(array: npt.NDArray[Any], kind: str = "int32_t[]") -> Any:
+    return ffi.from_buffer(kind, array)

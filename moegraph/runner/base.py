@@ -381,10 +381,14 @@ class Runner(Owner, ABC):
         may_pause: whether to pause rather than to wait for the device; None: never. If the
         iterator is closed before its end, the pass has failed.
         """
-        yield from self._launch(shape, cancelled, begins, may_pause)
-        self.advance(batch)
-        self._dropped.clear()
-        self.pending = batch
+        try:
+            yield from self._launch(shape, cancelled, begins, may_pause)
+            self.advance(batch)
+            self._dropped.clear()
+            self.pending = batch
+        except BaseException:
+            self.device.synchronize()  # the next pass reuses host memory of this one
+            raise
         if batch.tree:
             self.commits.verified(batch)
 

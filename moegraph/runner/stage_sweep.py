@@ -43,18 +43,14 @@ class MissingExperts:
 
     def __init__(self, sweeps: Sweeps, n_rows: int) -> None:
         """n_rows: of all prompts of the sweep."""
-        self._s, self._n_expert = sweeps, sweeps.stage.hp.n_expert
-        ring = sweeps.ring
+        self._s, ring = sweeps, sweeps.ring
         self._crossing = Crossing(ring.n_groups, ring.n_each) if ring else Crossing(0, 0)
-        # the layer that it foresees comes second
-        self._forecast, self._foreseen = Forecast(n_rows), -1
-        self._slots = np.full(self._n_expert, -1, dtype=np.int32)  # in groups, of what was sent
+        # the layer that it foresees comes second; -1: none, or experts have gained or lost slots
+        self._forecast, self.foreseen = Forecast(n_rows), -1
+        # expert -> its slot, of the experts of the group that is computed; others have old ones
+        self._slots = np.full(sweeps.stage.hp.n_expert, -1, dtype=np.int32)
         self._chosen = set[int]()
         self.computed: list[Group] = []
-
-    def forget(self) -> None:
-        """Note that experts may have gained or lost slots."""
-        self._foreseen = -1
 
     def ask(self, il: int, experts: list[int]) -> None:
         """Send experts that the rows of a chunk chose and that have no slot."""
@@ -81,13 +77,13 @@ class MissingExperts:
         s, room, residency = self._s, self._crossing.n_room, self._s.residency
         if not room or residency is None or il not in s.stage.layers:
             return
-        if self._foreseen != il:
+        if self.foreseen != il:
             is_absent = residency.cache.tables[il] < 0
             is_absent[list(self._crossing.asked(il))] = False
             absent = np.flatnonzero(is_absent)
             counts = residency.routing.popularity(il)
             self._forecast.begin(counts, absent, s.stage.hp.n_expert_used)
-            self._foreseen = il
+            self.foreseen = il
         self._crossing.ask(il, self._forecast.likely(room))
         self._send()
 
@@ -111,7 +107,7 @@ class MissingExperts:
     ) -> None:  # fmt: skip
         """Enqueue what the experts of a group compute for the rows of a part that chose them.
 
-        Call `give_back` after it, or after further groups while `has_room`.
+        The caller may compute further groups while `has_room`, and then must `give_back`.
         """
         s, uploaded = self._s, self._s.ring_events[group.index][1]
         if uploaded:
@@ -153,7 +149,7 @@ class MissingExperts:
         kept: experts that get slots before that.
         """
         for group in self.computed:
-            self._s.leave(group, kept)
+            self._s.vacate(group, kept)
             if free := self._s.ring_events[group.index][0]:
                 C.ggml_backend_event_record(free.ptr, self._s.device.compute.ptr)
             self._crossing.give_back(group)
@@ -193,7 +189,7 @@ class StageSweep:
         # of the last layer that is recorded: experts to keep, and their slots
         self._kept: dict[int, int] = {}
         # how often the rows chose each expert of a layer that may lack some
-        self._counts = np.zeros(0, dtype=np.int32)
+        self._counts: npt.NDArray[np.int32] | None = None
         self._n_enqueued = 0
         self.n_done, self._recorded = 0, -1
 
@@ -223,7 +219,7 @@ class StageSweep:
         residency, misses = self._s.residency, self._s.misses
         if residency is None or (self._terms and residency.is_current(self._terms)):
             return
-        self._missing.forget()
+        self._missing.foreseen = -1
         self._kept = {}
         self._is_alone = self._is_alone and self._terms is None
         self._is_entering = True  # what begin_pass returns is lost if it is not carried out
@@ -237,6 +233,7 @@ class StageSweep:
     def _layers(self, part: list[Chunk]) -> Iterator[SweepStep]:
         s = self._s
         s.memory.inputs.begin(self._form, part[-1].segments[0])
+        self._missing.foreseen = -1
         for il in s.stage.layers:
             lacks = s.stage.banks.n_slots[il] < s.stage.hp.n_expert
             yield from self._lacking_layer(il, part) if lacks else self._full_layer(il, part)
@@ -308,7 +305,8 @@ class StageSweep:
             if i:
                 yield SweepStep("experts", n_rows)
             missing.compute(il, group, places, ids, part)
-            if not missing.has_room:  # the link is not to wait
+            # what is given back at once is filled at once, so the link does not wait
+            if not (self._is_alone and self._is_last and missing.has_room):
                 self._give_back(il, ids)
                 missing.send_ahead(il + 1)
         missing.leave(il)
@@ -346,8 +344,8 @@ class StageSweep:
         if event:
             event.wait()
         rows = slice(chunk.row * k, chunk.end * k)
-        experts, counts = find_missing(ids[rows], table, absent[rows])
-        self._counts = counts if at == 0 else self._counts + counts
+        experts, counts = find_missing(il, ids[rows], table, absent[rows])
+        self._counts = counts if at == 0 or self._counts is None else self._counts + counts
         self._missing.ask(il, experts)
 
     def _sum(self, il: int, chunk: Chunk) -> None:
@@ -387,6 +385,7 @@ class StageSweep:
             if done:
                 C.ggml_backend_event_record(done.ptr, s.device.compute.ptr)
             self._unrecorded = il, n_rows, done
+            self._counts = self._counts if lacks else None
 
     def _keep_last_out(self, last_out: Tensor, rows: list[tuple[int, Segment]]) -> None:
         """Enqueue copies of the output of a prompt's last row of these, and of those before cuts.
@@ -410,7 +409,7 @@ class StageSweep:
             if self._missing.computed:
                 self._give_back(il, ids)
             if self._recorded != il:
-                self._s.record(il, ids)
+                self._s.record(il, ids, self._counts)
             self._unrecorded = None
 
     def _give_back(self, il: int, ids: npt.NDArray[np.int32]) -> None:

@@ -398,11 +398,10 @@ class Sweeps(Owner):
         if self.misses and self.ring:
             self.misses.uploads.send(il, self.ring.bank(il, group), pairs)
 
-    def leave(self, group: Group, slot_of: Mapping[int, int]) -> None:
-        """Have others take the place of a group's experts.
+    def vacate(self, group: Group, slot_of: Mapping[int, int]) -> None:
+        """Copy experts of a group into slots of their layer, on the device; offer all to the host.
 
-        slot_of: experts that are copied into slots of their layer before that, on the device. The
-        slots' last readers and the next ones are on the same stream.
+        slot_of: expert -> slot. The slots' last readers and the next ones are on the same stream.
         """
         if self.residency is None or self.misses is None or self.ring is None:
             return
@@ -423,10 +422,7 @@ class Sweeps(Owner):
     def record(
         self, il: int, ids: npt.NDArray[np.int32], counts: npt.NDArray[np.int32] | None = None
     ) -> list[int]:
-        """Record the choice of all rows in layer il, and return which of it has no slot.
-
-        counts: see `Residency.routed`.
-        """
+        """Record the choice in layer il, and return what has no slot; see `Residency.routed`."""
         remedy = self.residency.routed(il, ids, counts) if self.residency else None
         for observer in self._observers:
             observer(il, ids)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.cache_rules import check_pool
-from helpers.faults import poison
+from helpers.faults import FAULTS, faulty, poison
 from helpers.shared import prompt, resident_bytes
 
 from moegraph.engine import Engine
@@ -160,3 +160,18 @@ def test_sequences_that_do_not_fit_the_rows_are_refused(open_engine: Open) -> No
     with pytest.raises(ContextOverflow, match="257 positions, the context holds 256"):
         engine.forward([[1], [2]], [0, 2])
     assert [len(engine.held(slot)) for slot in range(3)] == [0, 0, 256]
+
+
+def test_a_pass_that_fails_is_awaited_before_its_host_memory_is_used_again(
+    open_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, done = open_engine("legacy32", mode="whole"), list[str]()
+    part, device = engine.runner.parts[0], engine.runner.parts[0].device
+    fill, wait = part.fill, device.synchronize
+    monkeypatch.setattr(part, "fill", lambda *a: (done.append("fill"), fill(*a))[1])
+    monkeypatch.setattr(device, "synchronize", lambda: (done.append("wait"), wait())[1])
+    result, kind = FAULTS["mg_launch"]
+    with faulty("mg_launch", 1, result), pytest.raises(kind):
+        engine.forward([1])
+    engine.forward([1])
+    assert done[:2] == ["fill", "wait"] and done.count("fill") == 2

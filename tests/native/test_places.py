@@ -88,7 +88,7 @@ def test_missing_experts_are_found_in_order(n: int, k: int, n_expert: int, seed:
     absent = rng.random(n * k) < 0.5
     counts = np.bincount(ids, minlength=n_expert)
     missing = [e for e in range(n_expert) if table[e] < 0 < counts[e]]
-    found, found_counts = find_missing(ids, table, absent)
+    found, found_counts = find_missing(3, ids, table, absent)
     assert found == sorted(missing, key=lambda e: -counts[e])
     assert found_counts.tolist() == counts.tolist()
     assert absent.tolist() == (table[ids] < 0).tolist()
@@ -99,8 +99,8 @@ def test_what_cannot_be_is_an_internal_error() -> None:
     with pytest.raises(InternalError, match=r"outside 0\.\.5"):
         MissingPlaces(ids, np.ones(2, dtype=bool), 6, 2)
     assert len(MissingPlaces(ids, np.array([True, False]), 6, 2).of([0])) == 1
-    with pytest.raises(InternalError, match=r"outside 0\.\.5"):
-        find_missing(ids, np.zeros(6, dtype=np.int32), np.ones(2, dtype=bool))
+    with pytest.raises(InternalError, match=r"layer 3: .* outside 0\.\.5"):
+        find_missing(3, ids, np.zeros(6, dtype=np.int32), np.ones(2, dtype=bool))
     words = np.empty((4 + MAX_ROUNDS) * 64, dtype=np.int32)
     many = np.arange(MAX_ROUNDS + 1, dtype=np.int32)
     with pytest.raises(InternalError, match="more than 16 experts"):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moegraph.errors import InternalError
 from moegraph.experts.crossing import Crossing, Forecast
 
 
@@ -45,6 +46,14 @@ def test_each_expert_is_sent_once_and_read_once(asked, n_groups, n_each, in_orde
         assert used == sent if in_order else sorted(used) == sorted(sent)
         crossing.leave(il)
         assert crossing.n_room == n_groups * n_each
+
+
+def test_a_layer_is_not_left_while_its_experts_are_queued() -> None:
+    crossing = Crossing(1, 2)
+    crossing.ask(0, [5, 6, 7])
+    assert [pairs for _, pairs, _ in crossing.sends()] == [[(5, 0), (6, 1)]]
+    with pytest.raises(InternalError, match="layer 0: experts were asked for and not sent"):
+        crossing.leave(0)
 
 
 @pytest.mark.parametrize(("n_rows", "most"), [(512, 0.1), (4096, 0.02)])
