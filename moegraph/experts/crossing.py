@@ -157,6 +157,6 @@ class Forecast:
 
 
 def padded(n: int) -> int:
-    """Return the number of places of a graph for n: above n, and one of few, for few graphs."""
-    step = max(16, 1 << max(0, n.bit_length() - (2 if n < 512 else 3)))
+    """Return the number of places of a graph for n: above n, and one of four of an octave."""
+    step = max(16, 1 << max(0, n.bit_length() - 3))
     return max(32, (n // step + 1) * step)

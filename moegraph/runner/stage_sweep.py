@@ -38,14 +38,14 @@ from .sweeps import AHEAD, Sweeps
 class MissingExperts:
     """Experts that layers lack in a sweep: which are sent, and when they compute.
 
-    computed: groups of one layer that are not given back.
+    computed: groups of one layer that are not given back. foreseen: the layer of which experts are
+    sent ahead; -1: none, or experts have gained or lost slots since.
     """
 
     def __init__(self, sweeps: Sweeps, n_rows: int) -> None:
         """n_rows: of all prompts of the sweep."""
         self._s, ring = sweeps, sweeps.ring
         self._crossing = Crossing(ring.n_groups, ring.n_each) if ring else Crossing(0, 0)
-        # the layer that it foresees comes second; -1: none, or experts have gained or lost slots
         self._forecast, self.foreseen = Forecast(n_rows), -1
         # expert -> its slot, of the experts of the group that is computed; others have old ones
         self._slots = np.full(sweeps.stage.hp.n_expert, -1, dtype=np.int32)
@@ -73,7 +73,7 @@ class MissingExperts:
             s.misses.store.ring.ahead(self._crossing.waiting(self._crossing.n_each))
 
     def send_ahead(self, il: int) -> None:
-        """Send experts of the next layer, if there is room, before its router has chosen."""
+        """Send experts of a layer, if there is room, before its router has chosen."""
         s, room, residency = self._s, self._crossing.n_room, self._s.residency
         if not room or residency is None or il not in s.stage.layers:
             return
@@ -128,11 +128,12 @@ class MissingExperts:
         On the CPU the bits of a product depend on how many rows of a graph chose the expert. A
         chunk must give the same bits as in a pass of its own.
         """
-        if not self._s.device.can.exact_sums:
-            n = -(-len(places) // (self._s.memory.most - 1))
-            return np.array_split(places, n) if n else []
-        if len(part) == 1:
+        is_exact = self._s.device.can.exact_sums
+        n = len(part) if is_exact else -(-len(places) // (self._s.memory.most - 1))
+        if n <= 1:  # numpy takes 10 us to find that
             return [places] if len(places) else []
+        if not is_exact:
+            return np.array_split(places, n)
         k = self._s.stage.hp.n_expert_used
         found = np.split(places, np.searchsorted(places, [k * chunk.row for chunk in part[1:]]))
         return [rows for rows in found if len(rows)]
@@ -289,7 +290,7 @@ class StageSweep:
             yield self._step(il, chunk)
             self._launch_chunk(il, at, chunk)
             launched = at, chunk, residency.cache.tables[il].copy()  # as the device knows it
-            if at == 0:
+            if at == 0:  # the link is busy meanwhile, and gets what room there is afterwards
                 missing.send_ahead(il)
                 self._record()
                 missing.send_ahead(il)

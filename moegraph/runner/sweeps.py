@@ -399,7 +399,7 @@ class Sweeps(Owner):
             self.misses.uploads.send(il, self.ring.bank(il, group), pairs)
 
     def vacate(self, group: Group, slot_of: Mapping[int, int]) -> None:
-        """Copy experts of a group into slots of their layer, on the device; offer all to the host.
+        """Copy experts of a group into slots of their layer; offer the others to host memory.
 
         slot_of: expert -> slot. The slots' last readers and the next ones are on the same stream.
         """
