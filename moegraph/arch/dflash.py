@@ -303,15 +303,6 @@ def build_rows(
     return rows, b.name(b.mul_mat(head.output, rows), "draft_logits")
 
 
-def build_draft(
-    b: Builder, hp: DFlashHParams, w: DrafterWeights, rings: Rings, inp: BlockInputs,
-    head: HeadMatrix, slot: int, n_draft: int,
-) -> DraftResults:  # fmt: skip
-    """Append a whole draft of n_draft tokens after the anchor."""
-    rows, logits = build_rows(b, hp, w, rings, inp, head, slot, n_draft)
-    return build_outputs(b, hp, w, rows, logits, inp.anchor, head, inp.draws)
-
-
 def build_outputs(
     b: Builder, hp: DFlashHParams, w: DrafterWeights, rows: Tensor, logits: Tensor,
     anchors: Tensor, head: HeadMatrix, draws: Tensor,

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from ..arch.dflash import DFlashHParams, build_context, build_draft, build_rows
+from ..arch.dflash import DFlashHParams, build_context, build_outputs, build_rows
 from ..arch.draftfile import DraftFile
 from ..arch.dspark import HeadMatrix, build_drawn, build_lists
 from ..errors import InternalError
@@ -244,10 +244,11 @@ class DFlashDrafter(Drafter):
         """Return the graph of a draft of n tokens; its outputs: where the results arrive."""
 
         def build(b: Builder) -> Readback:
-            hp = self.hparams
+            hp, w, head = self.hparams, self._weights, self._head
             inp = self._memory.block_leaves(b, n_rows(hp, n), n, lengths)
-            args = b, hp, self._weights, self._rings, inp, self._head, slot, n
-            return self._results(*build_draft(*args))
+            rows, logits = build_rows(b, hp, w, self._rings, inp, head, slot, n)
+            found = build_outputs(b, hp, w, rows, logits, inp.anchor, head, inp.draws)
+            return self._results(*found)
 
         return self.graphs.get(("draft", slot, n, lengths), n_nodes(self.hparams, n), build)
 

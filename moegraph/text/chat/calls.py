@@ -73,7 +73,7 @@ class Arguments:
             return ""
         kept = text.removesuffix(self._end_of_line)
         self._held = text[len(kept) :]
-        return self._escaped(kept)
+        return "" if self._key is None else dumps(kept)[1:-1]
 
     def end(self) -> str:
         """Return the JSON text that ends the value."""
@@ -88,9 +88,6 @@ class Arguments:
     def close(self) -> str:
         """Return the JSON text that ends the object."""
         return "}" if self._names else "{}"
-
-    def _escaped(self, text: str) -> str:
-        return "" if self._key is None else dumps(text)[1:-1]
 
 
 class JSONArguments:
@@ -214,7 +211,8 @@ class CallScanner:
 
     def __init__(self, call: CallOutput) -> None:
         self._tools, self._call, tags = call.tools, call, call.tags
-        self._key, self._after_key = tags.before_key, tags.after_key
+        self._key, _, after_key = tags.key.partition("{key}")
+        self._after_key = tuple(re.findall(r"</?\w+>|^>", after_key))
         self._is_bare = tags is not XML  # the name follows <tool_call>
         end = tags.end_of_value.strip()
         self._closers = (END_OF_CALL, END_OF_FUNCTION, end)
