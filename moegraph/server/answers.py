@@ -62,10 +62,7 @@ class Answers:
     """
 
     def __init__(
-        self,
-        service: Service,
-        prepared: Sequence[Prepared],
-        meter: Meter | None = None,
+        self, service: Service, prepared: Sequence[Prepared], meter: Meter | None = None
     ) -> None:
         if len(prepared) > service.capacity:  # to try again would never help
             raise ApiError(

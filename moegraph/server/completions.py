@@ -159,13 +159,11 @@ class _Run(Completion):
     def _echo(self, index: int) -> str:
         return self.body.shown(index, self.loaded.chat.tokenizer) if self.body.echo else ""
 
-    def choice(
-        self, index: int, reply: Reply, logprobs: Sequence[TokenLogprobs], last: Step
-    ) -> dict[str, Any]:
+    def choice(self, index: int, reply: Reply, last: Step) -> dict[str, Any]:
         return {
             "index": index,
             "text": self._echo(index) + reply.content,
-            "logprobs": self._logprobs(logprobs, 0),
+            "logprobs": self._logprobs(last.logprobs, 0),
             "finish_reason": finish_reason(last),
         }
 

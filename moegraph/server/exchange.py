@@ -331,10 +331,8 @@ class Completion(Exchange):
     done: ClassVar[bytes] = DONE
 
     @abstractmethod
-    def choice(
-        self, index: int, reply: Reply, logprobs: Sequence[TokenLogprobs], last: Step
-    ) -> dict[str, Any]:
-        """Return a whole choice; last: its last step, with the tokens of all."""
+    def choice(self, index: int, reply: Reply, last: Step) -> dict[str, Any]:
+        """Return a whole choice; last: its last step, with tokens and probabilities of all."""
 
     def first(self, index: int) -> dict[str, Any] | None:
         """Return the fields that begin a stream's choice, if it has such a beginning."""
@@ -355,7 +353,7 @@ class Completion(Exchange):
             tokens += update.step.tokens
             ended[update.index] = update.step
         choices = [
-            self.choice(i, reply, logprobs, replace(ended[i], tokens=tuple(tokens)))
+            self.choice(i, reply, replace(ended[i], tokens=(*tokens,), logprobs=(*logprobs,)))
             for i, (reply, logprobs, tokens) in sorted(found.items())
         ]
         finish = choices[0].get("finish_reason") or finish_reason(ended[0])

@@ -360,7 +360,10 @@ class ModelHost:
                 log.error("no answers: %s", now) if now else log.info("the engine works again")
                 failure = now
             if self._rests_for(self._sleep_s):
-                await self._sleep()
+                async with self._turn:
+                    if self._rests_for(self._sleep_s):
+                        await self._free()
+                        log.info("model unloaded after %s idle seconds", self._sleep_s)
             elif self.line.idle_since > self._tidied_at and self._rests_for(_QUIET_S):
                 self._tidied_at = time.monotonic()
                 await _run(self._thread, give_back)
@@ -369,12 +372,6 @@ class ModelHost:
         if seconds is None or self._state != "ready" or self.line.n_users:
             return False
         return time.monotonic() - self.line.idle_since >= seconds
-
-    async def _sleep(self) -> None:
-        async with self._turn:
-            if self._rests_for(self._sleep_s):
-                await self._free()
-                log.info("model unloaded after %s idle seconds", self._sleep_s)
 
     async def _free(self) -> None:
         """Unload the model, if one is there, and give its memory back."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from ..engine.chat import TextRequest
-from ..loop.requests import Step, TokenLogprobs
+from ..loop.requests import Step
 from ..text.chat.parts import ContentPart, Reply
 from ..text.infill import Gap
 from .answers import Update
@@ -72,13 +72,9 @@ class _Run(Completion):
         choices = (await super().whole())["choices"]
         return choices if len(choices) > 1 else choices[0]
 
-    def choice(
-        self, index: int, reply: Reply, logprobs: Sequence[TokenLogprobs], last: Step
-    ) -> dict[str, Any]:
+    def choice(self, index: int, reply: Reply, last: Step) -> dict[str, Any]:
         tokens = last.tokens if self.body.return_tokens else ()
-        return self._ended(
-            index, reply.content, replace(last, tokens=tokens, logprobs=(*logprobs,))
-        )
+        return self._ended(index, reply.content, replace(last, tokens=tokens))
 
     def chunk(self, index: int, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return an event with these fields."""

@@ -17,17 +17,7 @@ from ..text.chat.parts import CallArguments, CallBegin, CallEnd, ContentPart, Re
 from .answers import Update
 from .exchange import Completion, chat_logprobs, finish_reason, respond
 from .replies import EVENTS, reply
-from .schemas import (
-    LIMITS,
-    MAX_TOKENS,
-    Body,
-    CompletionBody,
-    Defaults,
-    Schema,
-    refuse,
-    template_variables,
-    wrong,
-)
+from .schemas import LIMITS, MAX_TOKENS, Body, CompletionBody, Defaults, Schema, refuse, wrong
 from .state import RouteTable, operations, read_schema, state_of
 
 
@@ -174,7 +164,6 @@ def _no_number(value: object) -> object:
 Messages = Annotated[list[Message], Field(min_length=1, max_length=LIMITS.messages)]
 Tools = Annotated[list[Tool], Field(max_length=LIMITS.tools)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-Variables = Schema
 Continued = Annotated[
     Literal[True, False, "content", "reasoning_content"], BeforeValidator(_no_number)
 ]
@@ -198,7 +187,7 @@ class ChatBody(CompletionBody):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     reasoning_format: Literal["none", "auto", "deepseek", "deepseek-legacy"] | None = None
-    chat_template_kwargs: Variables | None = None
+    chat_template_kwargs: Schema | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: Continued | None = None
 
@@ -248,10 +237,7 @@ class ChatBody(CompletionBody):
             tool_choice=self.choice_of_tool(),
             parallel_tool_calls=self.parallel_tool_calls is not False,
             format=self.format(),
-            variables={
-                **defaults.variables,
-                **template_variables(self.reasoning_effort, self.chat_template_kwargs),
-            },
+            variables=defaults.with_effort(self.reasoning_effort, self.chat_template_kwargs),
             reasoning=self.reasoning_format != "none",
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=self._continues(),
@@ -273,13 +259,11 @@ class _Run(Completion):
     may_reason = True
     empty: ClassVar = {"delta": {}}
 
-    def choice(
-        self, index: int, reply: Reply, logprobs: Sequence[TokenLogprobs], last: Step
-    ) -> dict[str, Any]:
+    def choice(self, index: int, reply: Reply, last: Step) -> dict[str, Any]:
         return {
             "index": index,
             "message": {**reply.message(), "refusal": None},
-            "logprobs": self._logprobs(logprobs),
+            "logprobs": self._logprobs(last.logprobs),
             "finish_reason": finish_reason(last, bool(reply.calls)),
         }
 

@@ -42,7 +42,6 @@ from .schemas import (
     refuse,
     schema_format,
     seen_as,
-    template_variables,
     text_parts,
 )
 from .state import RouteTable, operations, read_schema, state_of
@@ -508,10 +507,7 @@ def read_request(
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         format=_format(body.text.format if body.text else None),
-        variables={
-            **defaults.variables,
-            **template_variables(body.reasoning.effort if body.reasoning else None),
-        },
+        variables=defaults.with_effort(body.reasoning.effort if body.reasoning else None),
         max_tokens=body.max_output_tokens or defaults.max_tokens,
         n_logprobs=(body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None,
         **body.drawn(defaults),

@@ -56,7 +56,11 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--host {host}: {error.strerror or error}") from None
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _probe(sock)
+        # the system finds out which clients have vanished; connections inherit it
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _PROBES.items():
+            if hasattr(socket, name):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         sock.bind(address)
         sock.listen(MAX_CONNECTIONS)
         sock.setblocking(False)
@@ -68,14 +72,6 @@ def listen(host: str, port: int) -> socket.socket:
             ) from None
         raise ConfigError(f"cannot listen on port {port} of {host}: {error.strerror}") from None
     return sock
-
-
-def _probe(sock: socket.socket) -> None:
-    """Have the system find out which clients have vanished; connections inherit it."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _PROBES.items():
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def url_of(sock: socket.socket, host: str) -> str:

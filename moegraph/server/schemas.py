@@ -68,6 +68,8 @@ _SETTINGS = {s.name: s for s in settings()}
 _MAX_SEED = 1 << 63
 # More than any context holds.
 MAX_TOKENS = 1 << 31
+# Variables of templates that belong to the conversation and not to the client.
+_RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")
 
 
 class Body(BaseModel):
@@ -224,6 +226,23 @@ class Defaults:
     deadline_s: float | None = None
     ignore_eos: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def with_effort(
+        self, effort: str | None, given: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the variables of a chat template, with those for a reasoning effort.
+
+        effort: OpenAI's word, from none to max; None leaves the template's own default. given:
+        chat_template_kwargs, which have the last word.
+        """
+        given = given or {}
+        for name in given:
+            if name in _RESERVED or not name.isidentifier():
+                refuse(f"chat_template_kwargs.{name[:80]}", "a request may not set this variable")
+        thinks = given.get("enable_thinking", True)
+        if not isinstance(thinks, bool):  # any text would be true to a template
+            refuse("chat_template_kwargs.enable_thinking", f"{thinks!r:.80} is not true or false")
+        return {**self.variables, **thinking_variables(effort), **given}
 
 
 class StreamOptions(Body):
@@ -401,24 +420,3 @@ def read(model: type[T], value: Any, where: str) -> T:
 def refuse(param: str, message: str) -> NoReturn:
     """Refuse a field."""
     raise ApiError(400, f"{param}: {message}", param=param, code="invalid_value")
-
-
-# Variables that belong to the conversation and not to the client.
-_RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")
-
-
-def template_variables(
-    effort: str | None, given: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return the variables of a chat template for a reasoning effort.
-
-    effort: OpenAI's word, from none to max; None leaves the template's own default. given:
-    chat_template_kwargs, which have the last word.
-    """
-    for name in given or {}:
-        if name in _RESERVED or not name.isidentifier():
-            refuse(f"chat_template_kwargs.{name[:80]}", "a request may not set this variable")
-    thinks = (given or {}).get("enable_thinking", True)
-    if not isinstance(thinks, bool):  # any text would be true to a template
-        refuse("chat_template_kwargs.enable_thinking", f"{thinks!r:.80} is not true or false")
-    return {**thinking_variables(effort), **(given or {})}
