@@ -177,16 +177,14 @@ class _Tokens:
             begin = found.index(_SCHEMA) + len(_SCHEMA)
             _, end = _JSON.raw_decode(found, begin)
             return f"{'' if _is_short(text) else _UNFORCED}start: %json {found[begin:end]}"
-        if kind == CALLS and _is_short(text):
-            _check_lark(text)
-            return text
         if kind in ("lark", CALLS):
             _check_lark(text)
+            if kind == CALLS and _is_short(text):
+                return text
             if text.startswith(_SEVERAL):
                 several = json.loads(text)
-                several["grammars"][0]["lark_grammar"] = (
-                    _UNFORCED + several["grammars"][0]["lark_grammar"]
-                )
+                first = several["grammars"][0]
+                first["lark_grammar"] = _UNFORCED + first["lark_grammar"]
                 return json.dumps(several)
         elif kind == "gbnf":
             text = str(self._library.grammar_from(kind, _ESCAPE.sub(_unescaped, text)))
@@ -297,10 +295,8 @@ def _check_states(schema: object) -> None:
 def _check_properties(schema: dict[str, Any]) -> None:
     properties, required = schema.get("properties"), schema.get("required")
     if isinstance(properties, dict):
-        names = (
-            [one for one in required if isinstance(one, str)] if isinstance(required, list) else []
-        )
-        n = len(properties.keys() - set(names))
+        named = required if isinstance(required, list) else ()
+        n = len(properties.keys() - {one for one in named if isinstance(one, str)})
         if n > _MAX_OPTIONAL:
             raise ValueError(
                 f"an object has {n} optional properties, at most {_MAX_OPTIONAL} are allowed; "

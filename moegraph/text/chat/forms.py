@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .rawjson import loads
+from .rawjson import dumps, loads
 
 THINK, END_OF_THINK = "<think>", "</think>"
 CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
@@ -40,6 +40,30 @@ XML = TextCalls(
     f"\n{FUNCTION}{{name}}>\n", f"{PARAMETER}{{key}}>\n", f"\n{END_OF_PARAMETER}\n",
     f"{END_OF_FUNCTION}\n", "\n",
 )  # fmt: skip
+
+
+# What a model is told whose template knows no tools, and a call as it then writes it.
+HOW_TO_CALL = f"""\
+You can call these functions; each line describes one:
+{{tools}}
+
+To call one, answer with lines of this form, and with nothing after them:
+{CALL}
+{FUNCTION}NAME>
+{PARAMETER}NAME_OF_PARAMETER>
+VALUE
+{END_OF_PARAMETER}
+{END_OF_FUNCTION}
+{END_OF_CALL}"""
+
+
+def call_text(function: Mapping[str, Any]) -> str:
+    """Return a call as `HOW_TO_CALL` asks for it."""
+    lines = [CALL, f"{FUNCTION}{function['name']}>"]
+    for key, value in function["arguments"].items():
+        text = value if isinstance(value, str) else dumps(value)
+        lines += [f"{PARAMETER}{key}>", text, END_OF_PARAMETER]
+    return "\n".join([*lines, END_OF_FUNCTION, END_OF_CALL])
 
 
 def _keys(gap: str) -> TextCalls:

@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import RequestError
 from .forms import END_OF_THINK, THINK
 from .parts import call_of
-from .rawjson import dumps, loads
+from .rawjson import dumps, load_object
 
 ROLES = ("system", "user", "assistant")
 
@@ -136,8 +136,9 @@ def template_messages(
     returns the text that stands for a picture, given its address and place; None: there are none.
     """
     found: list[TemplateMessage] = []
+    read = read or (lambda _, arguments: load_object(arguments))
     for n, message in enumerate(messages):
-        one = _template_message(message, f"messages[{n}]", read or _values, separator, show)
+        one = _template_message(message, f"messages[{n}]", read, separator, show)
         if one["role"] == "system" and not any(m["role"] != "system" for m in found):
             one["content"] = _BILLING.sub("", one["content"])
             if found and one["content"]:
@@ -222,13 +223,6 @@ def _arguments(name: str, arguments: object, read: ReadArguments) -> Mapping[str
         return read(name, text)
     except (ValueError, TypeError):
         return {"arguments": str(arguments)}
-
-
-def _values(_: str, arguments: str) -> Mapping[str, Any]:
-    found = loads(arguments)
-    if not isinstance(found, dict):
-        raise ValueError("the arguments are not an object")
-    return found
 
 
 def without_late_system(messages: Iterable[TemplateMessage]) -> list[TemplateMessage]:

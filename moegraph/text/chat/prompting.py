@@ -21,17 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import MoegraphError, RequestError
 from ...pictures import Picture
 from ..recent import Recent
-from .forms import (
-    CALL,
-    END_OF_CALL,
-    END_OF_FUNCTION,
-    END_OF_PARAMETER,
-    FUNCTION,
-    PARAMETER,
-    QWEN,
-    Form,
-    form_of,
-)
+from .forms import HOW_TO_CALL, QWEN, Form, call_text, form_of
 from .messages import TemplateMessage, without_late_system
 from .parts import call_of
 from .rawjson import CallMemory, dumps
@@ -213,24 +203,11 @@ CHATML = """\
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
 
-_HOW = f"""\
-You can call these functions; each line describes one:
-{{tools}}
-
-To call one, answer with lines of this form, and with nothing after them:
-{CALL}
-{FUNCTION}NAME>
-{PARAMETER}NAME_OF_PARAMETER>
-VALUE
-{END_OF_PARAMETER}
-{END_OF_FUNCTION}
-{END_OF_CALL}"""
-
 
 def described_tools(tools: Iterable[Mapping[str, Any]]) -> str:
     """Return what a model is told of tools; "" without any."""
     lines = "\n".join(dumps(tool.get("function", tool)) for tool in tools)
-    return _HOW.format(tools=lines) if lines else ""
+    return HOW_TO_CALL.format(tools=lines) if lines else ""
 
 
 def plain_messages(messages: Sequence[TemplateMessage], described: str) -> list[TemplateMessage]:
@@ -251,18 +228,10 @@ def plain_messages(messages: Sequence[TemplateMessage], described: str) -> list[
             if before["role"] == "tool":
                 found[-1]["content"] += "\n" + content
                 continue
-        calls = "\n".join(_written(call["function"]) for call in message.get("tool_calls", ()))
+        calls = "\n".join(call_text(call["function"]) for call in message.get("tool_calls", ()))
         text = "\n\n".join(part for part in (content, calls) if part)
         found.append({"role": role, "content": text})
     return found
-
-
-def _written(function: Mapping[str, Any]) -> str:
-    lines = [CALL, f"{FUNCTION}{function['name']}>"]
-    for key, value in function["arguments"].items():
-        text = value if isinstance(value, str) else dumps(value)
-        lines += [f"{PARAMETER}{key}>", text, END_OF_PARAMETER]
-    return "\n".join([*lines, END_OF_FUNCTION, END_OF_CALL])
 
 
 Render = Callable[[list[TemplateMessage]], str]

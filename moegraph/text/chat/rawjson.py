@@ -29,6 +29,14 @@ def loads(text: str) -> Any:
         raise ValueError("the JSON is too deep") from error
 
 
+def load_object(text: str) -> dict[str, Any]:
+    """Return the JSON object of a text."""
+    found = loads(text)
+    if not isinstance(found, dict):
+        raise ValueError("the JSON is not an object")
+    return found
+
+
 def dumps(value: Any) -> str:
     """Return a value as JSON text, as chat templates and models write it."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -36,8 +44,7 @@ def dumps(value: Any) -> str:
 
 def members(text: str) -> dict[str, str]:
     """Return the text of each value of a JSON object; of equal keys, the last."""
-    if not isinstance(loads(text), dict):
-        raise ValueError("the JSON is not an object")
+    load_object(text)
     found: dict[str, str] = {}
     at = _skip(text, _skip(text, 0) + 1)
     while text[at] != "}":
@@ -131,9 +138,7 @@ class CallMemory:
         A value that is not text becomes the text that the model wrote, if that is known, or else
         JSON as templates write it; true, false and null remain the template's to write.
         """
-        values = loads(arguments)
-        if not isinstance(values, dict):
-            raise ValueError("the arguments are not an object")
+        values = load_object(arguments)
         raw = self._known.get(_key(name, values)) or {}
         return {
             name: value if isinstance(value, str) else raw.get(name, _shown(value))

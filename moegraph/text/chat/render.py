@@ -44,9 +44,7 @@ class GenerationTag(jinja2.ext.Extension):
 def build_environment() -> jinja2.Environment:
     """Return a Jinja environment like the one that Hugging Face templates are written for."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[jinja2.ext.loopcontrols, GenerationTag],
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, GenerationTag]
     )
     del environment.globals["lipsum"]
     environment.globals["raise_exception"] = _raise_exception

@@ -323,8 +323,7 @@ class CallGrammar:
         found = self._text(end)
         if not found.startswith('"'):
             return f"any? {found}"
-        name = self._endings.setdefault(end, f"until_{len(self._endings)}")
-        return name
+        return self._endings.setdefault(end, f"until_{len(self._endings)}")
 
     @property
     def passed_over(self) -> set[str]:
@@ -410,17 +409,14 @@ class CallGrammar:
             before, after = map(self._text, form.key.split("{key}"))
             any_ = f"({before} name {after} {self._until(form.end_of_value)})*" if is_open else ""
             return [f"{rule}: {begin} {any_} {end}"]
-        required = parameters.get("required")
-        required = required if isinstance(required, list | tuple) else ()
+        required = _list(parameters.get("required"))
         found, uses = [], []
         for n, (key, schema) in enumerate(properties.items()):
             one = f"{rule}_{n}"
             uses.append(one if key in required else f"{one}?")
             found.append(f"{one}: {self._text(form.key.format(key=key))} {one}_value")
-            end_of_value = form.end_of_value
-            found += self._value(
-                f"{one}_value", function["name"], key, schema, parameters, end_of_value
-            )
+            at = f"{one}_value", function["name"], key
+            found += self._value(*at, schema, parameters, form.end_of_value)
         return [f"{rule}: {begin} {' '.join(uses)} {end}", *found]
 
     def _value(
@@ -463,8 +459,7 @@ class CallGrammar:
         properties = schema.get("properties")
         if not isinstance(properties, Mapping) or not properties:
             return "object" if types == _OBJECT else "value"
-        required = schema.get("required")
-        required = required if isinstance(required, list | tuple) else ()
+        required = _list(schema.get("required"))
         # templates write keys in this order
         pairs: list[tuple[str, bool]] = []
         for n, key in enumerate(sorted(properties, key=str.lower)):
