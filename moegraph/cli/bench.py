@@ -101,9 +101,7 @@ _READERS: dict[str, Callable[[str], list[Any]]] = {
     "int": number_range,
     "float": lambda text: [float(text)],
     # commas separate entries; several devices of one entry are joined by a plus sign
-    "device": lambda text: [text.replace("+", ",")],
-    "size": lambda text: [text.replace("+", ",")],
-    "split": lambda text: [text.replace("+", ",")],
+    **dict.fromkeys(("device", "size", "split"), lambda text: [text.replace("+", ",")]),
 }
 
 

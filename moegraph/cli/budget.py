@@ -32,7 +32,6 @@ _PURPOSES = {
 }  # fmt: skip
 # JSON keys of the parts whose key differs from the plan's.
 _KEYS = {"pinned": "full_layers"}
-CARD_HEADER = "card", "layers", "their experts", "slots a layer", "left over"
 HEADER = ("budget", "drafter", "memory", "experts displaced", "drafting", "nothing drafted")
 
 
@@ -73,7 +72,7 @@ class Budget:
         return self.choice.stages if self.choice and len(self.cards) > 1 else ()
 
 
-def card_sizes(sizes: Iterable[str]) -> list[list[int]]:
+def sizes_of(sizes: Iterable[str]) -> list[list[int]]:
     """Return the bytes of the cards that each --vram names; a bare number means GiB."""
     return [[parse_bytes(one, unit="g") for one in size.split(",")] for size in sizes]
 
@@ -164,16 +163,14 @@ class Planner:
         return choose(self._model, self._config, self._n_ctx, self._draft, budget)
 
 
-def card_rows(budget: Budget) -> list[tuple[str, ...]]:
-    """Return what each of several cards holds: layers, experts, slots of a layer, bytes left."""
-    return [
-        (
-            f"{at}: {format_bytes(n)}", f"{stage.layers.start} to {stage.layers.stop - 1}",
-            format_share(stage.plan.resident_share), slots_text(stage.plan),
-            format_bytes(stage.plan.margin or 0),
-        )
+def show_cards(budget: Budget) -> None:
+    """Print what each of several cards holds: layers, experts, slots of a layer, bytes left."""
+    ui.table([
+        (f"{at}: {format_bytes(n)}", f"{stage.layers.start} to {stage.layers.stop - 1}",
+         format_share(stage.plan.resident_share), slots_text(stage.plan),
+         format_bytes(stage.plan.margin or 0))
         for at, (n, stage) in enumerate(zip(budget.cards, budget.stages), 1)
-    ]  # fmt: skip
+    ], ("card", "layers", "their experts", "slots a layer", "left over"))  # fmt: skip
 
 
 def memory_rows(budget: Budget) -> list[tuple[str, str]]:

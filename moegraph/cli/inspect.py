@@ -20,16 +20,7 @@ from ..errors import ModelFileError, RequestError, UnsupportedModel
 from ..gguf import open_gguf
 from ..units import format_bytes, format_count
 from . import models, options, ui
-from .budget import (
-    CARD_HEADER,
-    Budget,
-    Planner,
-    budget_fields,
-    card_rows,
-    card_sizes,
-    memory_rows,
-    resident_text,
-)
+from .budget import Budget, Planner, budget_fields, memory_rows, resident_text, show_cards, sizes_of
 from .models import target_argument
 
 if TYPE_CHECKING:
@@ -83,7 +74,7 @@ def inspect(
       moegraph inspect model.gguf --key general.name
       moegraph inspect model.gguf --check
     """
-    sizes, config = card_sizes(vram), options.build_config(given)
+    sizes, config = sizes_of(vram), options.build_config(given)
     if key is not None and with_template:
         raise click.UsageError("--key and --template each print one value; give one")
     wanted = _TEMPLATE if with_template else key
@@ -306,7 +297,7 @@ def _show_budget(budget: Budget, n_ctx: int) -> None:
     what = resident_text(budget.plan) if budget.plan else "does not fit"
     ui.section(f"In {budget.title}, {n_ctx:,} positions: {what}")
     if budget.stages:
-        ui.table(card_rows(budget), CARD_HEADER)
+        show_cards(budget)
     ui.table(memory_rows(budget) or [(budget.refusal,)])
 
 

@@ -15,33 +15,22 @@ from ..config import EngineConfig
 from ..errors import OutOfDeviceMemory
 from ..ggml.free_memory import host_memory
 from ..units import format_bytes, format_share, parse_bytes
-from . import models, options, ui
+from . import models, options, prediction, ui
 from .budget import (
-    CARD_HEADER,
     HEADER,
     Budget,
     Planner,
     budget_fields,
-    card_rows,
-    card_sizes,
     draft_fields,
     draft_row,
     memory_rows,
     refusals,
+    show_cards,
+    sizes_of,
     slots_text,
 )
 from .models import target_argument
-from .prediction import (
-    AUTO,
-    Assumption,
-    Prediction,
-    Routing,
-    Times,
-    host_limit,
-    host_options,
-    show_prompts,
-    trace_fields,
-)
+from .prediction import Assumption, Prediction, Routing, Times
 
 if TYPE_CHECKING:
     from ..arch import ModelFile
@@ -96,12 +85,12 @@ _N_KNOWN = 256
     help="Predict speed with this routing trace. Default: a generated one.",
 )  # fmt: skip
 @click.option(
-    "--machine", default=AUTO, metavar="auto|NAME|FILE",
+    "--machine", default=prediction.AUTO, metavar="auto|NAME|FILE",
     help="Machine to predict for: auto, h200, rtx2060, rtx4060, rtx3060, rtx4060ti, desktop, or "
     "the output of doctor --measure. auto: the card of this machine if it has so much memory, or "
     "else a usual card of that size.",
 )  # fmt: skip
-@host_options
+@prediction.host_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan_command(
     target: str | None, vram: tuple[str, ...], driver_memory: str, profile_path: Path | None,
@@ -134,7 +123,7 @@ def plan_command(
 
     shares = shares_of(given.pop("split"))
     config = with_drafts(options.build_config(given))
-    given_sizes = card_sizes(vram)
+    given_sizes = sizes_of(vram)
     for cards in given_sizes:
         if shares is not None and len(cards) not in (1, len(shares)):
             raise click.UsageError(f"--split has {len(shares)} entries for {len(cards)} cards")
@@ -148,7 +137,7 @@ def plan_command(
         demand = routing.profile.demand().tolist() if routing.profile else None
         planner = Planner(model, config, stack, reserve, demand, shares)
         need, policy = planner.need_of(config.n_rows), parse_policy(str(config.policy))
-        limit = host_limit(host_mem, disk)
+        limit = prediction.host_limit(host_mem, disk)
         job = _Job(config, policy, assumed, need, routing, token_work(model), limit)
         own = assumed.card.n_bytes if assumed.card else None
         sizes = given_sizes or [[n] for n in planner.default_sizes(own)]
@@ -269,13 +258,13 @@ def _show(model: ModelFile, job: _Job, rows: list[_Row]) -> None:
     ui.table([_cells(row)[: len(columns)] for row in rows], columns)
     if job.config.spec != "off":
         _show_drafts(budgets)
-    show_prompts(("budget", "-ub"), [
+    prediction.show_prompts(("budget", "-ub"), [
         ((row.budget.title, f"{row.budget.n_ubatch}"), row.found) for row in rows if row.found
     ])  # fmt: skip
     if len(rows) == 1:
         if budgets[0].stages:
             ui.section("Cards")
-            ui.table(card_rows(budgets[0]), CARD_HEADER)
+            show_cards(budgets[0])
         ui.section("Device memory")
         ui.table(memory_rows(budgets[0]))
     for line in refusals(budgets):
@@ -352,7 +341,7 @@ def _report(model: ModelFile, job: _Job, rows: list[_Row]) -> dict[str, Any]:
         "type_k": config.type_k, "type_v": config.type_v,
         "policy": config.policy, "miss": config.miss,
         "slot_bytes_by_layer": list(need.slot_bytes),
-        "trace": trace_fields(job.routing.trace),
+        "trace": prediction.trace_fields(job.routing.trace),
         "budgets": [
             {
                 **budget_fields(row.budget),

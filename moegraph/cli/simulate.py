@@ -13,18 +13,8 @@ import click
 
 from ..errors import MoegraphError
 from ..units import format_share, parse_bytes
-from . import models, options, ui
-from .prediction import (
-    AUTO,
-    Assumption,
-    Prediction,
-    Routing,
-    Times,
-    host_limit,
-    host_options,
-    show_prompts,
-    trace_fields,
-)
+from . import models, options, prediction, ui
+from .prediction import Assumption, Prediction, Routing, Times
 
 if TYPE_CHECKING:
     from ..experts.cost import Machine
@@ -129,7 +119,7 @@ def _percentages(_: click.Context, __: click.Parameter, text: str) -> tuple[floa
 )  # fmt: skip
 @options.engine_options(only=("miss",))
 @click.option(
-    "--machine", default=AUTO, metavar="auto|NAME|FILE",
+    "--machine", default=prediction.AUTO, metavar="auto|NAME|FILE",
     help="Machine to predict for: auto, h200, rtx2060, rtx4060, rtx3060, rtx4060ti, desktop "
     "(24 GB), or the output of doctor --measure. auto: the card of this machine, or else desktop.",
 )  # fmt: skip
@@ -151,7 +141,7 @@ def _percentages(_: click.Context, __: click.Parameter, text: str) -> tuple[floa
 @click.option(
     "--profile-class", metavar="NAME", help="Class of prompts in the profile. Default: all."
 )
-@host_options
+@prediction.host_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def simulate_command(
     trace_path: Path, resident: tuple[float, ...], policies: tuple[str, ...],
@@ -186,7 +176,7 @@ def simulate_command(
     times = _times(assumed, trace, trace_path, target, expert_size)
     routing = Routing.of(trace, profile_path, profile_class)
     stages = by_shares(trace.shape.n_layer, shares) if shares else []
-    routed, limit = trace.routed.tolist(), host_limit(host_mem, disk)
+    routed, limit = trace.routed.tolist(), prediction.host_limit(host_mem, disk)
     rows = []
     with ui.Bars() as bars:
         for at, percent in enumerate(resident):
@@ -251,7 +241,8 @@ def _show(routing: Routing, times: Times, rows: Sequence[_Row], stages: Sequence
     ui.table(cells, _HEADER)
     first = {row.share: row for row in reversed(rows)}
     of_each = [first[share] for share in sorted(first)]
-    show_prompts(("resident",), [((format_share(r.share),), r.predicted) for r in of_each])
+    predicted = [((format_share(row.share),), row.predicted) for row in of_each]
+    prediction.show_prompts(("resident",), predicted)
     for policies, shares in equal.items():
         ui.note(f"at {', '.join(shares)}: {' = '.join(policies)}")
     if any({"lfu", "lru"} <= {name.partition(":")[0] for name in names} for names in equal):
@@ -277,7 +268,7 @@ def _report(
     trace: Trace, times: Times, mode: str, rows: Sequence[_Row], stages: Sequence[range]
 ) -> dict[str, Any]:
     return {
-        "trace": trace_fields(trace),
+        "trace": prediction.trace_fields(trace),
         "machine": times.machine.name,
         "miss": mode,
         "slot_bytes_by_layer": list(times.slot_bytes) or None,
