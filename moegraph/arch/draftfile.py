@@ -134,9 +134,7 @@ def _weights_in(folder: Path) -> Path:
     return folder / _WEIGHTS
 
 
-def _read_safetensors(
-    source: SafetensorsFile,
-) -> tuple[DFlashHParams, dict[str, TensorInfo]]:
+def _read_safetensors(source: SafetensorsFile) -> tuple[DFlashHParams, dict[str, TensorInfo]]:
     """Read hyper-parameters, and tensors by llama.cpp's names, of a file and its config."""
     for name, kind in source.other.items():
         if name not in IGNORED:

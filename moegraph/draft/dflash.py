@@ -36,19 +36,7 @@ from ..resident.draftweights import DraftHead, DraftWeights
 from ..resident.stage import Stage
 from ..resident.weights import TokenEmbedding
 from ..runner.sweep_batch import HiddenReader
-from .drafter import (
-    N_CAPTURED,
-    N_NODES,
-    Draft,
-    Drafter,
-    DraftTree,
-    Ids,
-    Parts,
-    Piece,
-    Race,
-    Taken,
-    empty_draft,
-)
+from .drafter import N_CAPTURED, N_NODES, Draft, Drafter, DraftTree, Ids, Parts, Piece, Race, Taken
 from .race import N_RUNNERS, raced_list
 from .readback import Readback, drawn
 from .tree import MOST_TOP, PathLists, best_paths
@@ -175,7 +163,7 @@ class DFlashDrafter(Drafter):
         """Propose at most n tokens after the anchor: one graph, and one wait."""
         n = min(n, self.max_draft)
         if n < 1:
-            return empty_draft()
+            return Draft.empty()
         n_built = self._built[n]
         found = self.run_block(slot, anchor, n_built, partial(self._draft_graph, slot, n_built))
         tokens, log_p = likeliest_rows(found.rows[0][:n], n_top)
@@ -462,11 +450,11 @@ class DSparkDrafter(DFlashDrafter):
         """
         n = min(n_depth, self.max_draft)
         if n < 1:
-            return empty_draft(), DraftTree((anchor,), (-1,))
+            return Draft.empty(), DraftTree((anchor,), (-1,))
         found = self.run_block(slot, anchor, n, partial(self._lists_graph, slot, n))
         lists = self._lists_of(found, race)
         if not lists.tokens:
-            return empty_draft(), DraftTree((anchor,), (-1,))
+            return Draft.empty(), DraftTree((anchor,), (-1,))
         tokens, log_p = (np.asarray(part) for part in lists.spine())
         # the confidence is in the likeliest tokens, which need not win
         draft = draft_of(None, tokens, log_p, None if race else found.confidence)

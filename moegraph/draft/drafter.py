@@ -51,6 +51,11 @@ class Draft:
     log_p: npt.NDArray[np.float32] | None = None
     confidence: npt.NDArray[np.float32] | None = None
 
+    @classmethod
+    def empty(cls) -> Draft:
+        """Return a draft without tokens."""
+        return cls(np.zeros((0, 1), dtype=np.int32))
+
     @property
     def n_depth(self) -> int:
         """Return how many tokens follow one another."""
@@ -107,11 +112,6 @@ def confidence(draft: Draft) -> tuple[float, ...]:
     if draft.confidence is not None:
         return tuple(np.log(np.maximum(draft.confidence.astype(np.float64), 1e-9)).tolist())
     return () if draft.log_p is None else tuple(draft.log_p[:, 0].tolist())
-
-
-def empty_draft() -> Draft:
-    """Return a draft without tokens."""
-    return Draft(np.zeros((0, 1), dtype=np.int32))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .drafter import Draft, Drafter, Ids, Race, Taken, empty_draft
+from .drafter import Draft, Drafter, Ids, Race, Taken
 from .estimates import FEW, STEADY
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class LookUp(Drafter):
         text = self._texts[slot]
         ids, (at, n_match) = text.ids, text.after(anchor)
         if not at:
-            return empty_draft()
+            return Draft.empty()
         back = len(ids) + 1 - at  # how far the draft looks back
         drafted = [*ids[at : at + n], anchor][:n]
         while len(drafted) < n:

@@ -21,7 +21,7 @@ from ..kinds import MOST_BEHIND
 from ..resident.layout import MAX_MTP_DRAFT, MTP_ROWS, USUAL_MTP_DRAFT
 from ..resident.mtp import MtpBlock
 from ..runner.sweep_batch import HiddenReader
-from .drafter import N_CAPTURED, N_NODES, Draft, Drafter, Ids, Race, Taken, empty_draft
+from .drafter import N_CAPTURED, N_NODES, Draft, Drafter, Ids, Race, Taken
 from .readback import Readback, drawn
 
 
@@ -149,7 +149,7 @@ class MtpDrafter(Drafter):
         state, n_past = self._state, self._state.n_past[slot]
         n = min(n, self.max_draft, state.pool.room(slot) - n_past)
         if n < 1:
-            return empty_draft()
+            return Draft.empty()
         length = PAGED if self._is_paged else state.positions.n_kv(n_past + n)
         built = self._chain(n, length, race is not None)
         built.set_length(length)

@@ -18,20 +18,11 @@ from ..gguf.vocab import TOKENS
 from ..loop.generated import room_after
 from ..loop.requests import Constraint, Request
 from ..sampling import SamplingParams
+from ..text.chat import prompting
 from ..text.chat.answer import AnswerParser
 from ..text.chat.forms import Form
 from ..text.chat.messages import ReadArguments, TemplateMessage, template_messages
-from ..text.chat.prompting import (
-    CHATML,
-    Encoded,
-    PromptMaker,
-    SegmentEncoder,
-    Turn,
-    continued,
-    is_continued,
-    prompt_marks,
-    turn_tags,
-)
+from ..text.chat.prompting import Encoded, SegmentEncoder, Turn, continued, is_continued
 from ..text.chat.rawjson import CallMemory
 from ..text.chat.template import TEMPLATE_KEY, ChatTemplate
 from ..text.chat.tools import CallGrammar
@@ -331,11 +322,11 @@ class ChatModel(Closable):
         self._room = room
         texts, ends = [*(specials or {})], {tokenizer.decode([i], True) for i in tokenizer.eog_ids}
         controls = {text for text in texts if specials and specials[text]}
-        tags = [tag for tag in turn_tags(template.source, texts, ends) if tag in controls]
+        tags = [tag for tag in prompting.turn_tags(template.source, texts, ends) if tag in controls]
         # an end of text would be added to every part
         if tags and tokenizer.encode("", add_special=True) not in ([], [tokenizer.bos]):
             tags = []
-        self._prompts = PromptMaker(template, special_tokens(tokenizer))
+        self._prompts = prompting.PromptMaker(template, special_tokens(tokenizer))
         self.form = self._prompts.form
         ids = [tokenizer.encode(tag, add_special=False) for tag in self.form.tags]
         hidden = {one[0] for one in ids if len(one) == 1 and not tokenizer.piece(one[0])}
@@ -362,7 +353,7 @@ class ChatModel(Closable):
         if template is None and file.kv.get(TEMPLATE_KEY):
             template = ChatTemplate.from_metadata(file.kv, file.path)
         if template is None:
-            template = ChatTemplate(CHATML, "ChatML")
+            template = ChatTemplate(prompting.CHATML, "ChatML")
             warnings.append(
                 f"{file.path}: the model has no chat template ({TEMPLATE_KEY}); ChatML is used, "
                 "which it may not know; --chat-template-file names another"
@@ -391,7 +382,7 @@ class ChatModel(Closable):
             begun=prompt.begun if chat.echo else "", form=self.form,
         )  # fmt: skip
         constraint = self._chat_constraint(chat, prompt)
-        marks = prompt_marks(encoded, text, prompt.messages, prompt.first)
+        marks = prompting.prompt_marks(encoded, text, prompt.messages, prompt.first)
         request = self._request(chat, encoded.ids, constraint, marks)
         request = replace(request, pictures=encoded.pictures)
         if chat.tools:

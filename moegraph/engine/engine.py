@@ -391,14 +391,7 @@ class Engine(Closable):
         self._expect_position(seq, pos0)
         return self.passes.nodes(tokens, seq)
 
-    def submit(
-        self,
-        tokens: Ids,
-        seq: Seqs,
-        all_rows: bool,
-        greedy: bool,
-        cancel: Cancel,
-    ) -> None:
+    def submit(self, tokens: Ids, seq: Seqs, all_rows: bool, greedy: bool, cancel: Cancel) -> None:
         """Start a pass without waiting; arguments as in `forward`.
 
         Only one pass may be in flight: collect it before the next. A pass is cancelled once all its

@@ -13,14 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..draft.race import Odds
-from ..errors import (
-    Cancelled,
-    DeviceLost,
-    InternalError,
-    ModelFileError,
-    MoegraphError,
-    PoolFull,
-)
+from ..errors import Cancelled, DeviceLost, InternalError, ModelFileError, MoegraphError, PoolFull
 from ..ggml.device import Device
 from ..passes.passes import Passes
 from ..resident.layout import PAGE

@@ -20,25 +20,15 @@ import numpy.typing as npt
 
 from ..errors import ConfigError
 from ..resident.hostcopies import RowsCopy, StatesCopy
-from .prefixfile import (
-    PART,
-    DamagedFile,
-    Head,
-    Widths,
-    head_of,
-    private_folder,
-    read_head,
-    read_rows,
-    read_states,
-    write_file,
-)
+from . import prefixfile
+from .prefixfile import DamagedFile, Head, Widths
 from .prefixtree import Path as TreePath
 from .prefixtree import n_common
 
 Ids = npt.NDArray[np.int32]
 _SUFFIX = ".prefix"
 # How files are named here; others in the folder are somebody else's. With an end, one is half done.
-_NAME = re.compile(rf"[0-9a-f]{{16}}-[0-9a-f]{{32}}\{_SUFFIX}(\.[0-9a-z_]+\{PART})?")
+_NAME = re.compile(rf"[0-9a-f]{{16}}-[0-9a-f]{{32}}\{_SUFFIX}(\.[0-9a-z_]+\{prefixfile.PART})?")
 # A half-done file of this age has no writer any more, in seconds.
 _ABANDONED_S = 3600.0
 
@@ -86,7 +76,7 @@ class PrefixDisk:
         self._writing: list[_Write] = []
         self._has_failed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefixes")
-        private_folder(folder)
+        prefixfile.private_folder(folder)
         try:
             found = _files(folder)
         except OSError as error:
@@ -103,7 +93,7 @@ class PrefixDisk:
     def _open(self, path: Path) -> None:
         """Note a file."""
         try:
-            head, used = read_head(path), path.lstat().st_mtime_ns
+            head, used = prefixfile.read_head(path), path.lstat().st_mtime_ns
             if head.identity == self._identity:
                 head.require(self._widths)
                 if path.name != _name(head):
@@ -180,7 +170,7 @@ class PrefixDisk:
     def rows(self, entry: Entry) -> RowsCopy | None:
         """Read the KV rows of a file's run; None if the file is damaged, which deletes it."""
         try:
-            found = RowsCopy(*read_rows(entry.path, entry.head))
+            found = RowsCopy(*prefixfile.read_rows(entry.path, entry.head))
             entry.used = _touch(entry.path)
             return found
         except (DamagedFile, OSError) as error:
@@ -190,7 +180,7 @@ class PrefixDisk:
     def states(self, entry: Entry, copy: StatesCopy) -> bool:
         """Read the states of a file; return whether that went well."""
         try:
-            read_states(entry.path, entry.head, copy.array[: entry.head.n_states])
+            prefixfile.read_states(entry.path, entry.head, copy.array[: entry.head.n_states])
             if not copy.is_finite:
                 raise DamagedFile("its states are not finite")
             return True
@@ -228,14 +218,14 @@ class PrefixDisk:
         if first == len(ids) or parts is None or self._has_failed:
             return False
         parent, n_states = known[-1].head.key if known else owner, self._widths.states
-        head, data = head_of(self._identity, parent, first, ids[first:], parts, n_states)
+        head, data = prefixfile.head_of(self._identity, parent, first, ids[first:], parts, n_states)
         if head.n_bytes > self.max_bytes:
             return False
         target = self._folder / _name(head)
         kept = states.array[: head.n_states]
 
         def work() -> Entry:
-            write_file(target, head, data, kept)
+            prefixfile.write_file(target, head, data, kept)
             return Entry(target, head, target.stat().st_mtime_ns)
 
         self._writing.append(_Write(self._thread.submit(work), states))

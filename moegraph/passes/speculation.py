@@ -18,16 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..draft.controller import Controller
-from ..draft.drafter import (
-    Draft,
-    Drafter,
-    DraftTree,
-    Parts,
-    Race,
-    Taken,
-    confidence,
-    spine_tree,
-)
+from ..draft.drafter import Draft, Drafter, DraftTree, Parts, Race, Taken, confidence, spine_tree
 from ..draft.lookup import LookUp
 from ..draft.plan import PLAIN, Plan, Step
 from ..draft.race import N_RUNNERS, Odds, offer, offered_race, raced

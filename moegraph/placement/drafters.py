@@ -22,31 +22,8 @@ from ..errors import ConfigError, ModelFileError
 from ..experts.cost import expected_missing, independent_rows, pass_time
 from ..gguf.resolve import resolve_draft, shipped_drafter
 from ..kinds import SHORT_PROMPT
-from ..resident.draftlayout import (
-    CHUNK,
-    MOST_JOINT,
-    N_TAKEN,
-    built_length,
-    dflash_bytes,
-    joint_lengths,
-    ring_shapes,
-)
+from ..resident import draftlayout, layout
 from ..resident.kvpool import PoolShape
-from ..resident.layout import (
-    CAPTURED_NODE_BYTES,
-    MAX_MTP_DRAFT,
-    MAX_PAGED_ROWS,
-    MTP_ROWS,
-    PAGE,
-    USUAL_MTP_DRAFT,
-    Packing,
-    draft_vocab,
-    expert_tensors,
-    hidden_bytes,
-    is_dense,
-    mtp_output,
-    paged_scratch_bytes,
-)
 from ..units import round_up
 from .footprint import sweep_rows
 from .planner import Footprint, Plan
@@ -69,7 +46,7 @@ def with_drafts(config: EngineConfig) -> EngineConfig:
 
     `auto` drafts no more than all sequences may draft in one pass: with too many of them nothing.
     """
-    spec, most = config.spec, MAX_PAGED_ROWS // config.n_seq - 1
+    spec, most = config.spec, layout.MAX_PAGED_ROWS // config.n_seq - 1
     is_shared = spec == "auto" and config.n_seq > 1
     if config.budget == 1 or (is_shared and most < 1):
         spec = "off"
@@ -152,13 +129,13 @@ def drafters_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, sources: 
     """Return a bound on the device memory that drafters take; config: after `with_drafts`."""
     total = mtp_bytes(model, config, n_ctx, sources.n_kept) if sources.mtp else 0
     if sources.draft:
-        hp, padded = model.hparams, round_up(n_ctx, PAGE)
+        hp, padded = model.hparams, round_up(n_ctx, layout.PAGE)
         n_sweep = sweep_rows(min(config.n_rows, padded), padded)
         n_layers, n_rows = len(sources.draft.hparams.target_layers), hidden_rows(config)
         seen = PoolShape.of(config, n_ctx).most_seen(config.draft_ctx_max)
         sizes = hp.n_vocab, seen, config.n_seq, n_sweep
-        total += dflash_bytes(sources.draft, *sizes, config.draft_keep_bf16)
-        total += hidden_bytes(hp.n_embd, n_layers, n_rows, config.n_seq)
+        total += draftlayout.dflash_bytes(sources.draft, *sizes, config.draft_keep_bf16)
+        total += layout.hidden_bytes(hp.n_embd, n_layers, n_rows, config.n_seq)
         if sources.draft.takes_part:
             total += _head_bytes(model, config.draft_vocab)
     return total
@@ -181,26 +158,27 @@ def mtp_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, n_kept: int | 
     the device, others being fetched; None: all stay.
     """
     hp, il, shape = model.hparams, model.hparams.n_layer, PoolShape.of(config, n_ctx)
-    infos = [info for info in model.tensors.values() if is_dense(info.name, range(il, il + 1))]
+    block = range(il, il + 1)
+    infos = [info for info in model.tensors.values() if layout.is_dense(info.name, block)]
     weights = sum(info.nbytes for info in infos if info.name.startswith("blk."))
     weights += _head_bytes(model, config.draft_vocab)
-    experts = expert_tensors(model, il)
+    experts = layout.expert_tensors(model, il)
     if n_kept is None or n_kept + hp.n_expert_used >= hp.n_expert:
         weights += sum(info.nbytes for info in experts.values())
     else:
-        weights += (n_kept + hp.n_expert_used) * Packing.of(experts).stride
+        weights += (n_kept + hp.n_expert_used) * layout.Packing.of(experts).stride
     kv = kv_bytes(hp.layer(il), config.type_k, config.type_v) * (shape.n_rows + 1)
     outputs = 4 * hp.n_embd * (config.n_seq + 1)
-    outputs += hidden_bytes(hp.n_embd, 1, hidden_rows(config), config.n_seq)
-    return weights + kv + outputs + _graph_bytes(hp, MTP_ROWS, shape.n_ctx) + _SMALL
+    outputs += layout.hidden_bytes(hp.n_embd, 1, hidden_rows(config), config.n_seq)
+    return weights + kv + outputs + _graph_bytes(hp, layout.MTP_ROWS, shape.n_ctx) + _SMALL
 
 
 def _head_bytes(model: ModelFile, n_vocab: int) -> int:
     """Return what a draft head of n_vocab tokens takes, and its table of tokens."""
-    n_drafted = draft_vocab(model.hparams.n_vocab, n_vocab)
+    n_drafted = layout.draft_vocab(model.hparams.n_vocab, n_vocab)
     if n_drafted == model.hparams.n_vocab:
         return 0
-    info = mtp_output(model)
+    info = layout.mtp_output(model)
     return n_drafted * (info.nbytes // info.ne[1] + 4)
 
 
@@ -211,8 +189,8 @@ def _graph_bytes(hp: Architecture, n_rows: int, n_ctx: int) -> int:
     attention = 8 * hp.n_embd_head_k * hp.n_head
     experts = hp.n_expert_used * (3 * hp.n_embd + 3 * hp.n_ff_exp)
     step = 4 * (12 * hp.n_embd + attention + 8 * kv + experts + 8 * hp.n_expert + 4 * hp.n_ff_shexp)
-    logits = 4 * MAX_MTP_DRAFT * (hp.n_vocab + 4096)
-    return max(known, step + paged_scratch_bytes(hp, 1)) + logits + 2 * 16 * n_ctx
+    logits = 4 * layout.MAX_MTP_DRAFT * (hp.n_vocab + 4096)
+    return max(known, step + layout.paged_scratch_bytes(hp, 1)) + logits + 2 * 16 * n_ctx
 
 
 def longest_draft(config: EngineConfig, most: int) -> int:
@@ -237,11 +215,11 @@ def mtp_graph_bytes(hp: Architecture, config: EngineConfig) -> int:
     hp: of the model. config: after `with_drafts`. Chains go on with the likeliest token, or with
     the winner of a race: there is room for all lengths of one kind, and for usual ones of both.
     """
-    n = longest_draft(config, MAX_MTP_DRAFT)
-    usual = min(n, USUAL_MTP_DRAFT)
+    n = longest_draft(config, layout.MAX_MTP_DRAFT)
+    usual = min(n, layout.USUAL_MTP_DRAFT)
     n_steps = max(n * (n + 1) // 2, usual * (usual + 1))
     chains = n_steps * (_STEP + 2 * hp.n_expert_used) + max(n, 2 * usual) * _REST
-    return CAPTURED_NODE_BYTES * (chains + MTP_ROWS.bit_length() * _KNOWN)
+    return layout.CAPTURED_NODE_BYTES * (chains + layout.MTP_ROWS.bit_length() * _KNOWN)
 
 
 def dflash_graph_bytes(hp: DFlashHParams, config: EngineConfig, n_ctx: int) -> int:
@@ -250,7 +228,7 @@ def dflash_graph_bytes(hp: DFlashHParams, config: EngineConfig, n_ctx: int) -> i
     hp: of the drafter. config: after `with_drafts`.
     """
     n = longest_draft(config, hp.max_draft)
-    lengths = {built_length(at, hp.max_draft) for at in range(1, n + 1)}
+    lengths = {draftlayout.built_length(at, hp.max_draft) for at in range(1, n + 1)}
     block = _LAYER * hp.n_layer + _REST
     drafts = config.n_seq * len(lengths) * block
     if hp.markov_rank:
@@ -258,17 +236,17 @@ def dflash_graph_bytes(hp: DFlashHParams, config: EngineConfig, n_ctx: int) -> i
         # alone
         drafts = (config.n_seq + 1) * (n * (block + _REST) + _MARKOV * n * (n + 1) // 2)
         drafts += len(lengths) * (block + _REST + _MARKOV * max(lengths))
-    for m in range(2, min(config.n_seq, MOST_JOINT) + 1):
-        for each in joint_lengths(n, m, not hp.samples_anchor):
+    for m in range(2, min(config.n_seq, draftlayout.MOST_JOINT) + 1):
+        for each in draftlayout.joint_lengths(n, m, not hp.samples_anchor):
             drafts += block + (_MARKOV * each if hp.markov_rank else 0)
     keys = _LAYER_KEYS * hp.n_layer + _HIDDEN * len(hp.target_layers) + _REST
     shape = PoolShape.of(config, n_ctx)
-    rings = ring_shapes(hp, shape.most_seen(config.draft_ctx_max))
-    chunk = min(CHUNK, *(ring.n_cells for ring in rings))
+    rings = draftlayout.ring_shapes(hp, shape.most_seen(config.draft_ctx_max))
+    chunk = min(draftlayout.CHUNK, *(ring.n_cells for ring in rings))
     n_sweep = sweep_rows(min(config.n_rows, shape.n_ctx), shape.n_ctx)
     # of tokens that were taken, of a part of a prompt, and of the end of another
-    n_keys = N_TAKEN.bit_length() + -(-n_sweep // chunk) + 1
-    return CAPTURED_NODE_BYTES * (drafts + n_keys * keys)
+    n_keys = draftlayout.N_TAKEN.bit_length() + -(-n_sweep // chunk) + 1
+    return layout.CAPTURED_NODE_BYTES * (drafts + n_keys * keys)
 
 
 @dataclass(frozen=True)

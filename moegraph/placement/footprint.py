@@ -7,28 +7,8 @@ from ..arch.base import Architecture, Layer
 from ..arch.summary import kv_bytes, state_bytes, summarize
 from ..config import EngineConfig
 from ..experts.crossing import padded
+from ..resident import layout
 from ..resident.kvpool import PoolShape
-from ..resident.layout import (
-    HEAD,
-    MAX_PAGED_ROWS,
-    MORE_CHUNKS,
-    N_GROUPS,
-    N_STAGING,
-    PADDED_WIDTHS,
-    PAGE,
-    UNIT_SHARE,
-    Packing,
-    captured_bytes,
-    draft_room,
-    expert_tensors,
-    group_size,
-    is_dense,
-    most_terms,
-    paged_scratch_bytes,
-    ring_bytes,
-    stack_kind,
-    zeros_bytes,
-)
 from ..units import round_up
 from .planner import Footprint
 
@@ -72,12 +52,11 @@ def needed_bytes(
     """
     hp = model.hparams
     layers = range(hp.n_layer) if layers is None else layers
-    kept = [hp.layer(il) for il in layers]
-    has_head = layers.stop == hp.n_layer
+    kept, has_head = [hp.layer(il) for il in layers], layers.stop == hp.n_layer
     shape = PoolShape.of(config, n_ctx)
-    tensors = {il: expert_tensors(model, il) for il in layers}
-    sizes = tuple(Packing.of(tensors[il]).stride for il in layers)
-    kinds = {stack_kind(tensors[il]): n for il, n in zip(layers, sizes) if n}
+    tensors = {il: layout.expert_tensors(model, il) for il in layers}
+    sizes = tuple(layout.Packing.of(tensors[il]).stride for il in layers)
+    kinds = {layout.stack_kind(tensors[il]): n for il, n in zip(layers, sizes) if n}
     n_ubatch, rows = shape.n_chunk, shape.pass_rows(shape.n_chunk)
     masks = 2 * shape.n_rows * n_ubatch + _window_bytes(hp.window, n_ubatch, rows, config.n_seq)
     logits = 8 * hp.n_vocab * has_head
@@ -91,7 +70,7 @@ def needed_bytes(
         compute += 4 * shape.n_rows * max((layer.kv[0] for layer in kept if layer.kv), default=0)
     if config.deterministic or not hp.adds_late:  # rows of single experts: `CarryBuffers`
         compute += 4 * hp.n_embd * hp.n_expert_used * (rows + sweep_rows(n_ubatch, shape.n_ctx) + 1)
-        compute += paged_scratch_bytes(hp, min(n_ubatch, _PLANNED_ROWS))
+        compute += layout.paged_scratch_bytes(hp, min(n_ubatch, _PLANNED_ROWS))
     compute += 4 * hp.n_embd * rows * (len(layers) < hp.n_layer)  # between stages
     kv = [(layer.window, kv_bytes(layer, config.type_k, config.type_v)) for layer in kept]
     n_sweep = sweep_rows(n_ubatch, shape.n_ctx)
@@ -108,12 +87,13 @@ def needed_bytes(
         slot_bytes=sizes,
         weights=_dense_bytes(model, layers, has_head),
         kv=sum(size * (shape.cache_rows(window) + 1) for window, size in kv),
-        state=state + zeros_bytes(hp) + _draft_bytes(kept, drafted),
+        state=state + layout.zeros_bytes(hp) + _draft_bytes(kept, drafted),
         compute=compute,
         other=_OTHER_BYTES + encoder + captured_graphs(hp, config, n_ctx, layers) if is_own else 0,
-        staging=2 * N_STAGING * sum(kinds.values()) + lacking_bytes(hp, n_sweep, n_ubatch, is_own),
-        ring_groups=N_GROUPS,
-        ring=ring_bytes(kinds.values(), group_size(hp.n_expert)),
+        staging=2 * layout.N_STAGING * sum(kinds.values())
+        + lacking_bytes(hp, n_sweep, n_ubatch, is_own),
+        ring_groups=layout.N_GROUPS,
+        ring=layout.ring_bytes(kinds.values(), layout.group_size(hp.n_expert)),
         drafters=drafters,
     )
 
@@ -138,8 +118,8 @@ def context_within(
 
 def _dense_bytes(model: ModelFile, layers: range, has_head: bool) -> int:
     """Return the bytes of all weights of a stage except routed experts."""
-    dense = [info for info in model.tensors.values() if is_dense(info.name, layers)]
-    dense = [info for info in dense if has_head or info.name not in HEAD]
+    dense = [info for info in model.tensors.values() if layout.is_dense(info.name, layers)]
+    dense = [info for info in dense if has_head or info.name not in layout.HEAD]
     if has_head and "output.weight" not in model.tensors:
         dense.append(model.tensors["token_embd.weight"])
     return sum(info.nbytes for info in dense)
@@ -149,12 +129,12 @@ def captured_graphs(hp: Architecture, config: EngineConfig, n_ctx: int, layers: 
     """Return the device memory that captured graphs of a stage's layers may take."""
     n_widths = min(config.n_draft, _DRAFT_WIDTHS)
     if config.n_seq > 1:
-        n_widths += sum(width <= config.n_seq for width in PADDED_WIDTHS)
+        n_widths += sum(width <= config.n_seq for width in layout.PADDED_WIDTHS)
     n_ctx = PoolShape.of(config, n_ctx).n_ctx
     n_chunks = -(-n_ctx // min(config.n_rows, n_ctx))
     n_attention = sum(hp.layer(il).kv is not None for il in layers)
     chunks = min(n_attention * n_chunks * _CHUNK_GRAPH_BYTES, _CHUNK_GRAPHS_BYTES)
-    return captured_bytes(len(layers), n_widths) + chunks
+    return layout.captured_bytes(len(layers), n_widths) + chunks
 
 
 def sweep_rows(n_ubatch: int, n_ctx: int) -> int:
@@ -167,11 +147,12 @@ def _sweep_bytes(hp: Architecture, n_rows: int, n_ubatch: int, n_ctx: int, n_seq
     n_words, n_lists = (4, 1) if n_seq == 1 else (7, 6)  # of a row, and of KV rows
     n_words += len(hp.rope_sections)
     n_masks = 2 if hp.window else 1
-    n_seen = max(n_masks * n_ctx // PAGE, _ROW_WORDS)  # of a row: patterns of masks, or its path
+    # of a row: patterns of masks, or its path
+    n_seen = max(n_masks * n_ctx // layout.PAGE, _ROW_WORDS)
     inputs = 4 * (n_rows + n_ubatch + 256) * (n_words + n_seen) + 4 * n_lists * n_ctx
     if hp.window:  # what chunks gather, and chunks of several sequences
-        n_chunks = -(-n_rows // n_ubatch) + MORE_CHUNKS
-        inputs += 24 * n_chunks * (hp.window + PAGE) + 8 * (n_rows + n_ubatch)
+        n_chunks = -(-n_rows // n_ubatch) + layout.MORE_CHUNKS
+        inputs += 24 * n_chunks * (hp.window + layout.PAGE) + 8 * (n_rows + n_ubatch)
         inputs += 4 * n_lists * _columns(hp.window, n_ubatch, n_seq)
     constants = n_masks * _SWEEP_CONSTANTS
     return 4 * hp.n_embd * (n_rows + 1) + inputs + 2 * n_ubatch * n_ctx + constants
@@ -179,8 +160,8 @@ def _sweep_bytes(hp: Architecture, n_rows: int, n_ubatch: int, n_ctx: int, n_seq
 
 def lacking_bytes(hp: Architecture, n_rows: int, n_ubatch: int, is_own: bool = True) -> int:
     """Return what a sweep holds beside that if experts may be missing."""
-    n_terms = most_terms(hp.n_expert_used, hp.n_expert)
-    unit = 4 * (4 + n_terms) * padded(hp.n_expert_used * n_ubatch // UNIT_SHARE + 64)
+    n_terms = layout.most_terms(hp.n_expert_used, hp.n_expert)
+    unit = 4 * (4 + n_terms) * padded(hp.n_expert_used * n_ubatch // layout.UNIT_SHARE + 64)
     # only the CPU keeps the results of all experts, to add them in routing order
     n_kept = hp.n_expert_used * (hp.n_factors if is_own else hp.n_embd + hp.n_factors)
     return 4 * (hp.n_embd + n_kept) * (n_rows + 1) + unit
@@ -189,7 +170,7 @@ def lacking_bytes(hp: Architecture, n_rows: int, n_ubatch: int, is_own: bool = T
 def slot_bytes(model: ModelFile) -> tuple[int, ...]:
     """Return the bytes of one slot of each layer, padding included; 0 for a dense layer."""
     layers = range(model.hparams.n_layer)
-    return tuple(Packing.of(expert_tensors(model, il)).stride for il in layers)
+    return tuple(layout.Packing.of(layout.expert_tensors(model, il)).stride for il in layers)
 
 
 def token_work(model: ModelFile) -> tuple[int, int, int]:
@@ -216,13 +197,13 @@ def _window_bytes(window: int | None, n_ubatch: int, rows: int, n_seq: int) -> i
     """Return a bound on what a pass takes to layers with a window: masks, rows and indices."""
     if not window:
         return 0
-    n_bytes = 2 * rows * (n_ubatch + window + 2 * PAGE + 4)
-    return n_bytes + 6 * _columns(window, rows, n_seq) + 4 * PAGE
+    n_bytes = 2 * rows * (n_ubatch + window + 2 * layout.PAGE + 4)
+    return n_bytes + 6 * _columns(window, rows, n_seq) + 4 * layout.PAGE
 
 
 def _columns(window: int, n_rows: int, n_seq: int) -> int:
     """Return a bound on the rows that a pass over n_seq sequences gathers in a window's layer."""
-    return max(n_rows + n_seq * (window + 2 * PAGE), 4 * (window + PAGE))
+    return max(n_rows + n_seq * (window + 2 * layout.PAGE), 4 * (window + layout.PAGE))
 
 
 def _row_bytes(hp: Architecture) -> int:
@@ -237,12 +218,12 @@ def _narrow_bytes(hp: Architecture, n_tokens: int, logits: int) -> int:
 
     Its inputs come on top. logits: what a head row takes.
     """
-    scratch = paged_scratch_bytes(hp, min(n_tokens, MAX_PAGED_ROWS))
+    scratch = layout.paged_scratch_bytes(hp, min(n_tokens, layout.MAX_PAGED_ROWS))
     return n_tokens * (_row_bytes(hp) + logits) + scratch
 
 
 def _draft_bytes(layers: list[Layer], n_rows: int) -> int:
     """Return the bytes that verify passes of n_rows rows keep; see `DraftRows`."""
-    room = draft_room(n_rows) if n_rows else 0
+    room = layout.draft_room(n_rows) if n_rows else 0
     widths = (width for layer in layers for width in layer.drafts)
     return sum(round_up(4 * width * room, _ALIGN) for width in widths)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moegraph.draft.drafter import Draft, Drafter, Race, Taken, empty_draft
+from moegraph.draft.drafter import Draft, Drafter, Race, Taken
 from moegraph.draft.plan import PLAIN, Plan, Step
 from moegraph.draft.tree import DDTree
 
@@ -70,7 +70,7 @@ class ScriptedDrafter(Drafter):
         rng, at = self._rng, len(self.held) + 1
         known = self.text[at : at + n] if self.text[:at] == [*self.held, anchor] else []
         if rng.random() < 0.1:
-            return empty_draft()
+            return Draft.empty()
         n, n_top = int(rng.integers(1, n + 1)), min(n_top, self._n_vocab)
         tokens = np.array([rng.permutation(self._n_vocab)[:n_top] for _ in range(n)])
         for depth, token in enumerate(known[:n]):

@@ -11,7 +11,7 @@ from helpers.faults import FAULTS, faulty
 from helpers.scripted_drafts import AnyController, ScriptedDrafter, told_of
 from helpers.shared import prompt
 
-from moegraph.draft.drafter import Draft, empty_draft
+from moegraph.draft.drafter import Draft
 from moegraph.draft.lookup import LookUp
 from moegraph.draft.plan import PLAIN, Plan, Step
 from moegraph.engine import Engine
@@ -224,7 +224,7 @@ def test_plain_decoding_goes_on_after_a_drafter_failed(open_engine: Open, spoile
     wrong = {
         "nan": Draft(tokens, log_p * np.nan),
         "id": Draft(tokens + engine.hparams.n_vocab, log_p),
-        "empty": empty_draft(),
+        "empty": Draft.empty(),
     }[spoiled]
     drafter = scripted(engine, ids, plain, right=1.0)
     drafter.spoiled[3] = wrong

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from moegraph.draft.drafter import Draft, DraftTree, empty_draft, spine_tree
+from moegraph.draft.drafter import Draft, DraftTree, spine_tree
 from moegraph.draft.tree import DDTree, tempered
 
 ANCHOR = 900
@@ -69,7 +69,7 @@ def test_a_draft_without_probabilities_becomes_a_chain() -> None:
         tree = DDTree(2, chain_seed=chain_seed).tree(ANCHOR, draft)
         assert tree == DraftTree((ANCHOR, 5, 6), (-1, 0, 1))
     assert spine_tree(ANCHOR, draft, 2) == DraftTree((ANCHOR, 5, 6), (-1, 0, 1))
-    for nothing in (DDTree().tree(ANCHOR, empty_draft()), spine_tree(ANCHOR, empty_draft(), 3)):
+    for nothing in (DDTree().tree(ANCHOR, Draft.empty()), spine_tree(ANCHOR, Draft.empty(), 3)):
         assert nothing == DraftTree((ANCHOR,), (-1,))
 
 
@@ -103,7 +103,7 @@ def test_what_is_wrong_with_a_draft_is_said() -> None:
     tokens = np.array([[1, 2], [3, 4]], dtype=np.int32)
     log_p = np.full((2, 2), -1, dtype=np.float32)
     assert Draft(tokens, log_p, np.ones(2, dtype=np.float32)).problem(5) == ""
-    assert empty_draft().problem(5) == ""
+    assert Draft.empty().problem(5) == ""
     assert Draft(tokens).problem(4) == "it proposes token 4 of 4"
     assert Draft(-tokens).problem(5) == "it proposes token -1 of 5"
     for value in (np.nan, np.inf):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moegraph.draft.drafter import Draft, Race, empty_draft
+from moegraph.draft.drafter import Draft, Race
 from moegraph.draft.race import raced, raced_list
 from moegraph.sampling import Sampler, SamplingParams
 
@@ -88,7 +88,7 @@ def test_what_has_no_probabilities_stays_as_it_is() -> None:
     race = race_of(SamplingParams(seed=1), 0)
     lookup = Draft(np.array([[3], [4]], dtype=np.int32))
     assert raced(lookup, race, 1) is lookup
-    assert raced(empty_draft(), race, 1).n_depth == 0
+    assert raced(Draft.empty(), race, 1).n_depth == 0
     unlikely = Draft(
         np.array([[1, 2]], dtype=np.int32), np.array([[0.0, -np.inf]], dtype=np.float32)
     )
