@@ -7,11 +7,12 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from _tools import BuildError, say
+from _tools import ROOT, BuildError, say
 
 ARCHITECTURE = re.compile(r"^\d{2,3}[af]?(-real|-virtual)?$")
 
@@ -69,8 +70,10 @@ def _output(*command: str) -> str:
 
 
 def find_cublas(toolkit: Path, major: int) -> Cublas:
-    """Find cuBLAS of CUDA `major` in the toolkit, else in the wheel of this Python."""
-    found = toolkit_cublas(toolkit) or wheel_cublas(Path(sysconfig.get_path("purelib")), major)
+    """Find cuBLAS of CUDA `major` in the toolkit, else in the wheel of this Python or of .venv."""
+    found = toolkit_cublas(toolkit)
+    for packages in (Path(sysconfig.get_path("purelib")), venv_packages()):
+        found = found or wheel_cublas(packages, major)
     if found is None:
         raise BuildError(
             f"no cuBLAS for CUDA {major}, neither in {toolkit} nor as a wheel; install libcublas of"
@@ -92,6 +95,12 @@ def toolkit_cublas(toolkit: Path) -> Cublas | None:
         if (include / "cublas_v2.h").is_file() and (lib / "libcublas.so").exists():
             return Cublas(include, lib, True)
     return None
+
+
+def venv_packages() -> Path:
+    """Return where the packages of .venv are, which this Python has made, if it is there."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return ROOT / ".venv" / "lib" / version / "site-packages"
 
 
 def wheel_cublas(packages: Path, major: int) -> Cublas | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 
 import _cuda
@@ -127,9 +126,7 @@ def build_options(given: list[str]) -> list[str]:
 def bring_cublas() -> None:
     """Install the wheel of cuBLAS into .venv if the toolkit has none; .venv must exist."""
     toolkit, (major, _) = _cuda.find_toolkit()
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    packages = _venv.VENV / "lib" / version / "site-packages"
-    if _cuda.toolkit_cublas(toolkit) or _cuda.wheel_cublas(packages, major):
+    if _cuda.toolkit_cublas(toolkit) or _cuda.wheel_cublas(_cuda.venv_packages(), major):
         return
     wheel = f"{_cuda.wheel_name(major)}=={major}.*"
     say(f"{toolkit} has no cuBLAS: installing the wheel {wheel}")

@@ -64,6 +64,16 @@ def test_the_toolkit_is_found_behind_a_wrapper(toolkit: Path) -> None:
     assert _cuda.find_toolkit() == (toolkit, (13, 0))
 
 
+def test_cublas_of_the_virtual_environment_is_found_too(
+    toolkit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """scripts/measure_card installs it there, and builds llama.cpp with the Python that runs it."""
+    cu13 = wheel(tmp_path, monkeypatch)
+    monkeypatch.setattr(_cuda.sysconfig, "get_path", lambda name: str(tmp_path / "none"))
+    monkeypatch.setattr(_cuda, "venv_packages", lambda: cu13.parents[1])
+    assert _cuda.find_cublas(toolkit, 13) == _cuda.Cublas(cu13 / "include", cu13 / "lib", False)
+
+
 def test_without_cublas_the_message_names_the_wheel(toolkit: Path) -> None:
     with pytest.raises(_tools.BuildError, match=r"no cuBLAS for CUDA 11.*nvidia-cublas-cu11==11"):
         _cuda.find_cublas(toolkit, 11)
