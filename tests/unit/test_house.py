@@ -70,7 +70,7 @@ LARGE = {
     "Engine": 31,
 }  # fmt: skip
 # Lines of the package, at most. A commit that raises it says why.
-LINES = 57756
+LINES = 58000
 WIDTH = 100
 KINDS = ("int", "float", "choice", "flag", "device", "size", "split", "path")
 
