@@ -11,8 +11,6 @@ MAX_CPU_ROWS = 32
 # Rows of a pass whose graphs can fetch missing experts, and the ids that they then look up:
 # MOEGRAPH_FETCH_IDS (moegraph.h).
 MAX_FETCH_ROWS, MAX_FETCH_IDS = 32, 256
-# Experts of a layer that are fetched before the graph of a pass looks for them, at most.
-MAX_AHEAD = 4
 # A longer piece of a prompt would evict much of what a layer holds.
 SHORT_PROMPT = 32
 # Tokens of a sequence that drafters need not have computed yet, at most: then one graph computes

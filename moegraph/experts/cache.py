@@ -54,11 +54,6 @@ class ExpertCache:
         for il, _ in self._journal.given:
             self.layers[il].fresh.clear()
         self._journal.given.clear()
-        self._journal.is_ahead = False
-
-    def begin_ahead(self) -> None:
-        """Note that experts are copied next to landing slots, which nothing else says yet."""
-        self._journal.is_ahead = True
 
     def begin_fetch(self, layers: Iterable[int], n_ids: int) -> None:
         """Note that a graph is launched next that fetches in these layers what n_ids ids miss."""
@@ -67,10 +62,10 @@ class ExpertCache:
     def rollback(self) -> None:
         """Empty every slot whose bytes a failed pass may have changed; the device must be idle.
 
-        Those are the slots reserved since `begin_pass`, the slots of loading experts, the victims
-        of the layers in flight, and landing slots. The rest of the state is rebuilt from the owners
-        of the slots, so the pass may have been interrupted anywhere. If this call is interrupted
-        too, call it again.
+        Those are the slots reserved since `begin_pass`, the slots of loading experts, and the
+        victims of the layers in flight. The rest of the state is rebuilt from the owners of the
+        slots, so the pass may have been interrupted anywhere. If this call is interrupted too, call
+        it again.
         """
         journal = self._journal
         for il, slot in journal.given:
@@ -80,11 +75,8 @@ class ExpertCache:
                 self.layers[il].owner[slot] = -1
         for layer in self.layers:
             if not layer.full:
-                for slot, _ in layer.landing if journal.is_ahead else ():
-                    layer.owner[slot] = -1
                 layer.rebuild()
                 self.dirty.add(layer.il)
-        journal.is_ahead = False
         journal.given.clear()
         journal.in_flight.clear()
 

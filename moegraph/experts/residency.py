@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InternalError
-from ..kinds import MAX_AHEAD, MAX_FETCH_IDS, MAX_FETCH_ROWS, Kind, MissRules, rules_of
+from ..kinds import MAX_FETCH_IDS, MAX_FETCH_ROWS, Kind, MissRules, rules_of
 from .cache import ExpertCache
 from .cachestats import RoutingCounts
 from .cost import FetchChoice, MissWays
@@ -47,9 +47,8 @@ class MissMode(NamedTuple):
 
 
 # What the device must know of a layer from now on: il; its table I32 numpy [n_expert], expert ->
-# slot or -1; its victims in order, (slot, its expert or -1), or None if no graph fetches there; and
-# how many of them experts that are fetched ahead may take.
-TableRow = tuple[int, npt.NDArray[np.int32], Pairs | None, int]
+# slot or -1; its victims in order, (slot, its expert or -1), or None if no graph fetches there.
+TableRow = tuple[int, npt.NDArray[np.int32], list[tuple[int, int]] | None]
 
 
 @dataclass(slots=True)
@@ -210,15 +209,7 @@ class Residency:
         """Note that a graph that fetches in these layers is launched next."""
         if self._pass is None:
             raise InternalError("a fetch without a pass")
-        self.cache.begin_fetch(layers, self._pass.n_tokens * self._n_used + MAX_AHEAD)
-
-    def fetched_ahead(self, experts: Iterable[tuple[int, int, int]]) -> None:
-        """Make experts resident that are copied to landing slots of this pass: (il, expert, slot).
-
-        Call it before `fetched` and `routed` of these layers.
-        """
-        for il, expert, slot in experts:
-            self._layers[il].take(expert, slot, is_ahead=True)
+        self.cache.begin_fetch(layers, self._pass.n_tokens * self._n_used)
 
     def fetched(self, il: int, ids: npt.NDArray[np.int32]) -> FetchedLayer:
         """Record what the graph of layer il fetched for rows that chose ids.
@@ -318,7 +309,7 @@ class Residency:
         else:
             self._listed.discard(il)
         self._dirty.discard(il)
-        return il, layer.table, victims, 0 if victims is None else len(layer.landing)
+        return il, layer.table, victims
 
     def _remedy(
         self, terms: PassTerms, layer: LayerSlots, missing: list[int], ids: npt.NDArray[np.int32]

@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InternalError
-from ..kinds import MAX_FETCH_IDS
 from .policy import Counts, LayerPolicy
 
 # Sorting all slots of a layer takes a while, so enough residents are listed for several misses.
@@ -87,13 +86,11 @@ class Journal:
 
     given: (layer, slot) reserved since the pass began. in_flight: layers whose graph may have
     fetched experts that `commit_fetched` has not recorded yet, and how many of the layer's victims
-    it can reach. is_ahead: experts are being copied to landing slots. dirty: layers whose table or
-    victim list on the device is out of date.
+    it can reach. dirty: layers whose table or victim list on the device is out of date.
     """
 
     given: list[tuple[int, int]] = field(default_factory=list)
     in_flight: dict[int, int] = field(default_factory=dict)
-    is_ahead: bool = False
     dirty: set[int] = field(default_factory=set)
 
 
@@ -109,10 +106,8 @@ class LayerSlots:
 
     owner [n_slots]: slot -> expert, or -1. table: I32 numpy [n_expert], expert -> slot or -1.
     loading: expert -> slot. fresh: experts admitted in this pass, whose upload may not have ended.
-    victims: (slot, its expert or -1) that the next pass may evict, in this order. landing: those of
-    them that experts fetched ahead may take, up to n_landing; ahead: the slots that they took.
-    evicted: slot -> the expert that was evicted from it last, whose bytes are there until others
-    come.
+    victims: (slot, its expert or -1) that the next pass may evict, in this order. evicted: slot ->
+    the expert that was evicted from it last, whose bytes are there until others come.
     n_hits, n_misses, n_missing, n_admitted, n_evicted, n_declined: see `CacheStats`.
     """
 
@@ -140,8 +135,6 @@ class LayerSlots:
         self.fresh: set[int] = set()
         self._ranking = Ranking(policy, self.owner, self.resident)
         self.victims: list[tuple[int, int]] = []
-        self.landing: list[tuple[int, int]] = []
-        self.n_landing, self.ahead = 0, set[int]()
         self._first_victims: set[int] = set()
         self.evicted: dict[int, int] = {}
         self.n_hits = self.n_misses = self.n_missing = 0
@@ -257,17 +250,12 @@ class LayerSlots:
         self._hold(expert, self.loading.pop(expert))
         self._journal.dirty.add(self.il)
 
-    def take(self, expert: int, slot: int, is_ahead: bool = False) -> None:
-        """Make an absent expert resident in a slot, which the expert in it leaves.
-
-        is_ahead: while the graph of a pass may have it as a victim.
-        """
+    def take(self, expert: int, slot: int) -> None:
+        """Make an absent expert resident in a slot, which the expert in it leaves."""
         if self.has_slot(expert):
             raise InternalError(f"layer {self.il}: expert {expert} has a slot already")
         self._journal.given.append((self.il, slot))
         self._put(expert, slot)
-        if is_ahead:
-            self.ahead.add(slot)
         self._journal.dirty.add(self.il)
 
     def plan_victims(self, n: int) -> list[tuple[int, int]]:
@@ -276,22 +264,17 @@ class LayerSlots:
         Returns (slot, its expert or -1): free slots first, then the experts of lowest score. A list
         of as many victims as rows choose ids suffices: rows that miss m experts chose at most n - m
         listed ones. A layer with fewer slots lists them all. A list also serves passes of
-        fewer rows, which read the start of it. Where there are slots for that, it is longer by
-        `landing`, its start: what is fetched ahead takes these first, and then they are no victims.
+        fewer rows, which read the start of it.
 
         Another list is due once one of the first victims was chosen, because others then have lower
         scores. What stands behind is hardly ever taken before that.
         """
-        most = min(self.n_slots, MAX_FETCH_IDS)
-        n_landing = self.n_landing if n + self.n_landing <= most else 0
-        n += n_landing
         free = [(slot, -1) for slot in reversed(self.free)]
         found = self._ranking.lowest(n - len(free))
         slot_of = self.table.item  # for a few numbers faster than an array of indices
         self.victims = [(slot_of(expert), expert) for expert in found]
         if free:
             self.victims = free[:n] + self.victims
-        self.landing, self.ahead = self.victims[:n_landing], set()
         self._first_victims = set(found[: max(0, 2 * self.n_expert_used - len(free))])
         return self.victims
 
@@ -311,10 +294,7 @@ class LayerSlots:
         if missing:
             self._journal.dirty.add(self.il)
             needed = set(ids)
-            listed = self.victims[:n_listed]
-            usable = (
-                pair for pair in listed if pair[1] not in needed and pair[0] not in self.ahead
-            )
+            usable = (pair for pair in self.victims[:n_listed] if pair[1] not in needed)
             for expert, (slot, victim) in zip(missing, usable):
                 if self.owner[slot] != victim:
                     raise InternalError(f"layer {self.il}: slot {slot} has lost expert {victim}")
@@ -363,7 +343,7 @@ class LayerSlots:
         self.free = [slot for slot, owner in enumerate(self.owner) if owner < 0][::-1]
         self.fresh.clear()
         self._ranking.clear()
-        self.victims, self.landing, self.ahead, self._first_victims = [], [], set(), set()
+        self.victims, self._first_victims = [], set()
         self.evicted.clear()
 
     def leave(self, expert: int) -> None:

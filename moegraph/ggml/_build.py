@@ -30,12 +30,9 @@ DECLARATIONS = (
     NATIVE / "py" / "cpu_ffn.h",
     NATIVE / "py" / "choose.h",
     NATIVE / "py" / "places.h",
-    NATIVE / "py" / "ahead.h",
 )
 
-_HEADERS = (
-    "shim.h", "moegraph-rpc.h", "sigbus.h", "cpu_ffn.h", "choose.h", "places.h", "ahead.h",
-)  # fmt: skip
+_HEADERS = ("shim.h", "moegraph-rpc.h", "sigbus.h", "cpu_ffn.h", "choose.h", "places.h")
 SOURCE = "".join(f'#include "{name}"\n' for name in _HEADERS) + "#include <sys/mman.h>\n"
 
 

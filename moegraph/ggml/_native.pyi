@@ -98,14 +98,6 @@ class mg_sampler_ptr:
     subtracted: Address
     allowed: Address
 
-class mg_ahead_layer_ptr:
-    row: Address
-    memory: Tensor
-    base: Address
-    stride: int
-    n_bytes: int
-    there: Tensor
-
 class Lib:
     PROT_READ: Final[int]
     PROT_WRITE: Final[int]
@@ -120,7 +112,6 @@ class Lib:
     MOEGRAPH_TREE_ROWS: Final[int]
     MOEGRAPH_CONV_WIDTH: Final[int]
     MOEGRAPH_FETCH_IDS: Final[int]
-    MOEGRAPH_FETCH_COMES: Final[int]
     MOEGRAPH_ATTN_ROWS: Final[int]
     MOEGRAPH_ATTN_PATH: Final[int]
     MOEGRAPH_ATTN_WORDS: Final[int]
@@ -425,7 +416,6 @@ class Lib:
         a5: Tensor,
         /,
     ) -> Tensor: ...
-    def moegraph_fetch_coming(self, a0: Tensor, a1: Tensor, /) -> None: ...
     def moegraph_publish(self, a0: ggml_context_ptr, a1: Tensor, a2: Tensor, /) -> Tensor: ...
     def moegraph_is_publish(self, a0: Tensor, /) -> bool: ...
     def moegraph_keep_rows_apart(self, a0: ggml_cgraph_ptr, /) -> None: ...
@@ -742,30 +732,6 @@ class Lib:
         a7: int,
         a8: int,
         a9: Address,
-        /,
-    ) -> int: ...
-    def mg_plan_ahead(
-        self,
-        a0: Address,
-        a1: int,
-        a2: int,
-        a3: Address,
-        a4: Address,
-        a5: int,
-        a6: int,
-        a7: int,
-        a8: int,
-        a9: Address,
-        a10: Address,
-        /,
-    ) -> int: ...
-    def mg_send_ahead(
-        self,
-        a0: ggml_backend_ptr,
-        a1: Address,
-        a2: Address,
-        a3: int,
-        a4: Address,
         /,
     ) -> int: ...
 

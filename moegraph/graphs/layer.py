@@ -16,7 +16,6 @@ from ..arch.inputs import PassInputs, PassShape
 from ..errors import InternalError
 from ..ggml.lib import C
 from ..ggml.ops import F32, I32, Builder, Tensor
-from ..kinds import MAX_AHEAD
 from ..resident.bank import ExpertBanks
 from ..resident.stage import Stage
 
@@ -39,8 +38,7 @@ def build_fetched_slots(
     """Append the look-up of the slots of ids I32 [n_expert_used, n_tokens], and fetch; same shape.
 
     source: packed experts of layer il, F32 [bytes / 4, n_expert], in pinned memory. Missing experts
-    go into the slots of the layer's victim list; those beyond the list get slot -1. Experts that
-    are fetched ahead are waited for.
+    go into the slots of the layer's victim list; those beyond the list get slot -1.
     """
     k, n_tokens, rows = ids.ne[0], ids.ne[1], banks.layer(il).rows
     if rows is None:
@@ -48,11 +46,9 @@ def build_fetched_slots(
     if n_tokens > 1:
         ids = b.cont(ids)  # a view of the first columns of each row
     n, victims = k * n_tokens, banks.victim_lists[il]
-    n_listed = n + MAX_AHEAD
-    if n_listed < banks.n_victims:
-        victims = b.view(victims, (2, n_listed), (victims.nb[1],))
+    if n < banks.n_victims:
+        victims = b.view(victims, (2, n), (victims.nb[1],))
     slots = b.fetch_rows(banks.tables[il], b.reshape(ids, n), victims, source, rows)
-    C.moegraph_fetch_coming(slots, banks.there[il])
     return b.reshape(slots, k, n_tokens)
 
 

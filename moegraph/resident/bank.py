@@ -62,10 +62,9 @@ class ExpertBanks(Owner):
     layer counts as full.
     n_victims: how many victims a list has room for.
     tables: I32 [1, n_expert] of each layer. victim_lists: I32 [2, n_victims] of each layer,
-    after its table in memory: slots that may be evicted, and the expert in each, or -1. there: I32
-    [1] of each layer, after its list: not 0 once what is fetched ahead is there. Behind it is how
-    many victims may be taken for that, which only the host reads. all_tables: the memory of all of
-    it as one I32 tensor, layers `table_stride` numbers apart.
+    after its table in memory: slots that may be evicted, and the expert in each, or -1. all_tables:
+    the memory of all tables and victim lists as one I32 tensor, layers `table_stride` numbers
+    apart.
     """
 
     def __init__(
@@ -87,13 +86,12 @@ class ExpertBanks(Owner):
             for il, n in self.n_slots.items()
             if has_staging and n < hp.n_expert
         }
-        context = self.own(Context(3 * len(layers) + 1))
-        self.tables, self.victim_lists, self.there = (
+        context = self.own(Context(2 * len(layers) + 1))
+        self.tables, self.victim_lists = (
             {il: C.ggml_new_tensor_2d(context.ptr, I32, *ne) for il in layers}
-            for ne in ((1, hp.n_expert), (2, self.n_victims), (1, 1))
+            for ne in ((1, hp.n_expert), (2, self.n_victims))
         )
-        there_at = 4 * (hp.n_expert + 2 * self.n_victims)
-        stride = round_up(there_at + 8, device.alignment)
+        stride = round_up(4 * (hp.n_expert + 2 * self.n_victims), device.alignment)
         self.table_stride = stride // 4
         tables = self._buffer(device, stride * len(layers), "the expert tables")
         self.all_tables = C.ggml_new_tensor_1d(context.ptr, I32, stride * len(layers) // 4)
@@ -103,7 +101,6 @@ class ExpertBanks(Owner):
             row = self.tables[il]
             place(tables, row, at * stride)
             place(tables, self.victim_lists[il], at * stride + identity.nbytes)
-            place(tables, self.there[il], at * stride + there_at)
             C.ggml_backend_tensor_set(row, ffi.from_buffer(identity), 0, identity.nbytes)
 
     def _buffer(self, device: Device, size: int, what: str) -> Buffer:

@@ -13,7 +13,6 @@ computes the input norm of the next one.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -96,14 +95,6 @@ class RoutingReadback(Owner):
         """Set the ids to MG_NO_ID after a pass of n_tokens rows, once all its ids were read."""
         self._ids[:, : n_tokens * self._n_used] = C.MG_NO_ID
 
-    def all_ids(self, n_tokens: int) -> npt.NDArray[np.int32]:
-        """Return all ids of a pass whose ids were read: numpy [n_layer, n_tokens, n_expert_used].
-
-        Those of a layer without a router, and of padding, are below 0.
-        """
-        ids = self._ids[:, : n_tokens * self._n_used]
-        return ids.reshape(len(ids), n_tokens, self._n_used)
-
     def has(self, host_ids: HostIds) -> bool:
         """Return whether these ids seem to have been written; `wait` makes sure of it."""
         return not (host_ids.ids == C.MG_NO_ID).any()
@@ -116,15 +107,10 @@ class RoutingReadback(Owner):
             )
 
 
-# Rows of a pass that replays a recording, at most.
-_MAX_REPLAYED = 8
-
-
 class Replay(Owner):
     """Feeds recorded expert ids to the layers of a stage.
 
-    ids: of the whole model, numpy shape [n_steps, n_layer, n_expert_used]. n_rows: passes of so
-    many rows, up to _MAX_REPLAYED, read as many steps; steps: by how many each goes on.
+    ids: of the whole model, numpy shape [n_steps, n_layer, n_expert_used].
     """
 
     def __init__(self, stage: Stage, ids: npt.NDArray[np.int32]) -> None:
@@ -144,29 +130,21 @@ class Replay(Owner):
         self._recorded = np.ascontiguousarray(ids[:, layers.start : layers.stop], dtype=np.int32)
         self._first = layers.start
         self._n_used = hp.n_expert_used
-        shapes = {"ids": (hp.n_expert_used * _MAX_REPLAYED, len(layers))}
-        self.n_rows, self.steps = 1, iter(itertools.repeat(1))
+        shapes = {"ids": (hp.n_expert_used, len(layers))}
         self._block = self.own(Block(device, shapes, "the routing trace", "drop --routing"))
         self._block.set("ids", self._recorded[0])
-        self._sender, self._step = (
-            self.own(Sender(device, _MAX_REPLAYED * self._recorded[0].nbytes)),
-            0,
-        )
+        self._sender, self._step = self.own(Sender(device, self._recorded[0].nbytes)), 0
 
     def leaf(self, b: Builder, il: int) -> Tensor:
         """Return a leaf that reads the current step's ids of layer il: I32 [n_expert_used, 1]."""
-        at = 4 * self._n_used * (il - self._first) * self.n_rows
-        return self._block.leaf(b, "ids", I32, self._n_used, self.n_rows, at=at)
-
-    def current(self) -> npt.NDArray[np.int32]:
-        """Return the ids of the next pass, numpy shape [n_layer, n_rows, n_expert_used]."""
-        at = [(self._step + i) % len(self._recorded) for i in range(self.n_rows)]
-        return np.ascontiguousarray(self._recorded[at].transpose(1, 0, 2))
+        at = 4 * self._n_used * (il - self._first)
+        return self._block.leaf(b, "ids", I32, self._n_used, 1, at=at)
 
     def advance(self) -> None:
         """Enqueue the upload of the next step's ids, after the pass that uses the current ones."""
-        self._step += next(self.steps)
-        self._sender.put(self._block.tensors["ids"], self.current())
+        self._step += 1
+        ids = self._recorded[self._step % len(self._recorded)]
+        self._sender.put(self._block.tensors["ids"], ids)
 
 
 class CarryBuffers(Block):
@@ -256,9 +234,7 @@ class LayerGraphs(Owner):
                 x = build_dense_layer(b, stage, inp, shape, x, norm, il)
                 continue
             r = build_mixer_router(b, stage, inp, shape, x, norm, il)
-            ids = r.routing.topk
-            if self._replay and n_tokens == self._replay.n_rows:
-                ids = self._replay.leaf(b, il)
+            ids = self._replay.leaf(b, il) if n_tokens == 1 and self._replay else r.routing.topk
             slots, is_fetched = None, il in mode.fetch_layers
             if shape.is_ragged and self.may_lack(il, mode) and not is_fetched:
                 # now, because the table has no row for an id of -1

@@ -97,7 +97,6 @@ class LayeredRunner(Runner):
         # from `_prepare` to the end of `_launch`: if the pass fails, it must be rolled back
         self._is_unfinished, self._began = False, 0.0
         self._current: tuple[PassTerms, LaunchPlan] | None = None  # the pass that is launched next
-        self._tokens = np.zeros(0, np.int32)  # of that pass
 
     @property
     def compute_bytes(self) -> int:
@@ -138,7 +137,6 @@ class LayeredRunner(Runner):
         try:
             start = self._began = time.perf_counter()
             terms = self.residency.begin_pass(batch.kind, shape.n_tokens)
-            self._tokens = batch.tokens.reshape(-1)
             self._add_phase("launch", start)
             launches = self.plans.get(self.shapes.longest(shape), batch.results, terms.mode)
             launches.set_length(shape.n_kv)
@@ -178,25 +176,20 @@ class LayeredRunner(Runner):
         if self._current is None:
             raise InternalError("a pass was launched before it was prepared")
         (terms, launches), self._current = self._current, None
-        ahead = None
-        if self.misses and self._begin_misses(self.misses, terms, launches):
-            ahead = self.misses.ahead
+        if self.misses:
+            self.misses.begin_pass(terms)
         unread = None  # the last step, while the host has not read its ids
-        for at, step in enumerate(launches.steps):
+        for step in launches.steps:
             if cancelled():
                 raise Cancelled("cancelled")
             if step is launches.steps[0]:
                 begins()
             if step.fetch_layers:
                 self.residency.begin_fetch(step.fetch_layers)
-            if ahead and at == 1 and self.misses:
-                self.misses.uploads.n_bytes += ahead.send()
             status = C.mg_launch(self.device.compute.ptr, step.graph.graph, ffi.NULL, 0)
             if status:
                 names = ", ".join(str(il) for il, _ in step.ids)
                 self.device.check(status, f"layer {names}" if names else "dense layers")
-            if ahead and at == 1:
-                self.residency.fetched_ahead(ahead.sent)
             start = self._add_phase("launch", start)
             if unread:
                 start = yield from self._read_routing(unread, shape, start, may_pause)
@@ -211,21 +204,11 @@ class LayeredRunner(Runner):
         if unread:
             yield from self._read_routing(unread, shape, start, may_pause)
         # prepare the next pass while the device computes the head
-        if self.misses and self.misses.ahead:
-            self.misses.ahead.end(self._tokens, self._readback.all_ids(shape.n_tokens))
         self._readback.reset(shape.n_tokens)
-        if self.replay and shape.n_tokens == self.replay.n_rows:
+        if self.replay and shape.n_tokens == 1:
             self.replay.advance()
         if self.misses:
             self.misses.tables.send()  # the whole pass is enqueued, and all its ids have been read
-
-    def _begin_misses(self, misses: MissHandler, terms: PassTerms, launches: LaunchPlan) -> bool:
-        """Begin a pass; return whether experts are fetched ahead of its second graph."""
-        mode, steps = terms.mode, launches.steps
-        # where the host uploads what a graph leaves out, that would wait for all copies
-        if not mode.fetch_layers or mode.short_layers or len(steps) == 1:
-            return misses.begin_pass(terms)
-        return misses.begin_pass(terms, self._tokens, steps[1].ids[0][0])
 
     def collect(self) -> Output:
         """Wait for the pass and return its results; see `Runner.collect`."""

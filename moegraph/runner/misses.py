@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -33,16 +34,63 @@ from ..experts.cachestats import ExpertStats
 from ..experts.cost import MissCosts, choose_ways
 from ..experts.hostlevel import HostLevel, Moves
 from ..experts.residency import PassTerms, Remedy, Residency, TableRow
+from ..ggml.device import Device
 from ..ggml.handles import Owner
 from ..ggml.lib import C, ffi
 from ..graphs.cache import BuiltGraph
-from ..kinds import MAX_AHEAD, Kind
+from ..kinds import Kind
 from ..resident.bank import Bank
 from ..resident.layout import N_STAGING, n_at_once
 from ..resident.stage import Stage
-from .ahead import AheadFetch
 from .cpu_experts import CpuExperts
-from .tables import HostRows, SlotTables
+
+
+class HostRows(Owner):
+    """Pinned host rows to upload; array: I32, numpy shape [n_rows, n]. addresses: of the rows."""
+
+    def __init__(self, device: Device, n_rows: int, n: int) -> None:
+        self.host = self.own(device.host_buffer(4 * n_rows * n))
+        self.array: npt.NDArray[np.int32] = self.host.array[: 4 * n_rows * n].view(np.int32)
+        self.array = self.array.reshape(n_rows, n)
+        self.addresses: list[Any] = [self.host.address(4 * row * n) for row in range(n_rows)]
+
+
+class SlotTables(Owner):
+    """Host copy of the cache's tables, and its upload to the device.
+
+    A row holds a layer's slot table and, if the layer's graph fetches, its victim list. The host
+    writes a row as soon as it knows of a change, mostly while the device computes.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._first = stage.layers.start
+        self._device, self._banks = stage.device, stage.banks
+        stride = stage.banks.table_stride
+        self._rows = self.own(HostRows(stage.device, len(stage.layers), stride))
+        self._n_expert, self._n_victims = stage.hp.n_expert, stage.banks.n_victims
+        # as on the device: the rows of full layers never change
+        self._rows.array[:, : self._n_expert] = np.arange(self._n_expert)
+        self._is_due = False
+
+    def write(self, changed: TableRow) -> None:
+        """Copy a layer's new row."""
+        il, table, victims = changed
+        row, n = self._rows.array[il - self._first], self._n_expert
+        row[:n] = table
+        if victims is not None:
+            n_listed = n + 2 * len(victims)
+            # several times faster than to assign the list
+            row[n:n_listed] = np.fromiter(chain.from_iterable(victims), np.int32, 2 * len(victims))
+            row[n_listed : n + 2 * self._n_victims] = -1  # a graph may read more than there are
+        self._is_due = True
+
+    def send(self) -> None:
+        """Enqueue the upload of all rows, if any changed, after passes that read the old ones."""
+        if self._is_due:
+            # one copy for all rows: a small copy takes about 2 us, whatever its size
+            self._device.send(self._banks.all_tables, self._rows.host, 0, self._rows.array.nbytes)
+            self._is_due = False
+
 
 Pairs = Sequence[tuple[int, int]]  # (expert, slot)
 Ids = npt.NDArray[np.int32]
@@ -51,8 +99,7 @@ Ids = npt.NDArray[np.int32]
 class Uploader(Owner):
     """Enqueues copies of experts, and the graphs that add them.
 
-    n_bytes: bytes that crossed to the device, fetched by graphs too, summed. n_sends: how often
-    experts were sent to a bank.
+    n_bytes: bytes that crossed to the device, fetched by graphs too, summed.
     """
 
     def __init__(self, stage: Stage, cache: ExpertCache, max_ids: int) -> None:
@@ -60,7 +107,7 @@ class Uploader(Owner):
         self.level = HostLevel(cache, stage.store.n_held)
         own, device = self.own, stage.device
         self._device, self._banks, self._store = stage.device, stage.banks, stage.store
-        self._n_expert, self.n_bytes, self.n_sends = stage.hp.n_expert, 0, 0
+        self._n_expert, self.n_bytes = stage.hp.n_expert, 0
         # row 0: slots of the layer's own bank; one row for each wave through a staging bank
         self._slots = own(HostRows(device, 1 + -(-self._n_expert // N_STAGING), max_ids))
         self._uploaded = own(device.event())
@@ -84,7 +131,6 @@ class Uploader(Owner):
                 packing.n_bytes, 1,
             )  # fmt: skip
         self.n_bytes += packing.n_bytes * len(pairs)
-        self.n_sends += 1
 
     def _send_from_file(self, il: int, bank: Bank, pairs: Pairs, may_stay: bool) -> None:
         upload, packing = self._device.upload.ptr, self._store.packing(il)
@@ -265,16 +311,7 @@ class MissHandler(Owner):
             cpu_experts.close()
         self.cpu_experts = self.own(cpu_experts if ways.cpu else None)
         self.residency = Residency(cache, ways, fetchable=self.store.rows)
-        self._n_sends, self.ahead = 0, None
-        if self.fetches_ahead(stage):
-            self.ahead = self.own(AheadFetch(stage, self.tables))
-            for layer in cache.layers:
-                layer.n_landing = MAX_AHEAD
         self.n_cpu_experts = 0
-
-    def fetches_ahead(self, stage: Stage) -> bool:
-        """Return whether copies can run beside graphs that fetch."""
-        return stage.device.can.streams and bool(self.store.rows)
 
     def stats(self, phases_s: dict[str, float]) -> ExpertStats:
         """Return all counters; phases_s: the runner's seconds."""
@@ -289,27 +326,16 @@ class MissHandler(Owner):
             ring.waited_s,
         )
 
-    def begin_pass(self, terms: PassTerms, tokens: Ids | None = None, first: int = 0) -> bool:
-        """Wait for promoted experts, plan what is fetched ahead, and send changed tables.
+    def begin_pass(self, terms: PassTerms) -> None:
+        """Wait for promoted experts, and send changed tables.
 
         The last pass must have finished, so that no host row and no slot is in use.
-
-        tokens: of a pass whose graphs fetch, from layer `first` on in graphs that are not launched
-        yet. Return whether something comes: then `AheadFetch.send` is due before these.
         """
         if terms.waits:
             self.uploads.wait()
         for row in terms.rows:
             self.tables.write(row)
-        comes = False
-        # copies for a prompt, or of missing experts, would come first
-        if self.ahead and tokens is not None and self.uploads.n_sends == self._n_sends:
-            comes = self.ahead.plan(tokens, first)
-        if comes:
-            self.residency.cache.begin_ahead()
-        self._n_sends = self.uploads.n_sends
         self.tables.send()
-        return comes
 
     def fetched(self, il: int, experts: list[int], row: TableRow | None) -> None:
         """Count what the graph of a layer fetched; note the layer's changed table row, if any."""

@@ -183,7 +183,6 @@ class StageSweep:
         self._missing = MissingExperts(sweeps, self._n_rows)
         self._terms: PassTerms | None = None
         self._is_entering = self._is_last = False
-        self._tokens = np.zeros(0, np.int32)  # of the part
         # what others choose is not what one prompt prefers
         self._is_alone = len(prompts) == 1
         # a layer that is not done with, its rows, and the event after which its choice is here
@@ -202,9 +201,6 @@ class StageSweep:
         """
         work = self._layers(part)
         self._is_last = is_last
-        self._tokens = np.concatenate(
-            [self._prompts[one.slot].tokens(one) for chunk in part for one in chunk.segments]
-        )
         step = next(work, None)
         while step:
             yield step
@@ -415,9 +411,6 @@ class StageSweep:
                 self._give_back(il, ids)
             if self._recorded != il:
                 self._s.record(il, ids, self._counts)
-            misses = self._s.misses
-            if misses and misses.ahead:
-                misses.ahead.note(il, self._tokens, ids)
             self._unrecorded = None
 
     def _give_back(self, il: int, ids: npt.NDArray[np.int32]) -> None:

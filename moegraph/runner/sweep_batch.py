@@ -188,10 +188,6 @@ class SweptPrompt:
         """Return the positions of the sequence after the prompt."""
         return self.n_past + len(self.batch.tokens)
 
-    def tokens(self, segment: Segment) -> npt.NDArray[np.int32]:
-        """Return the tokens of some of its rows."""
-        return self.batch.tokens[segment.first - self.n_past : segment.end - self.n_past]
-
     def begin(self) -> None:
         """Take a snapshot, memory for the states at the cuts, and pages."""
         sequences = self._sequences

@@ -416,7 +416,10 @@ class Daemon:
 
     def _drain(self, line: Line) -> None:
         """Hand out all requests, quantum by quantum: SCHED_DRAIN."""
-        self._say(f"ok SCHED_DRAIN steps={sum(iter(self._turn, False))}")
+        n_steps = 0
+        while self._turn():
+            n_steps += 1
+        self._say(f"ok SCHED_DRAIN steps={n_steps}")
 
     def _list_requests(self, _: Line) -> None:
         """Reply which requests have tokens to come."""

@@ -167,8 +167,6 @@ T shuffle(const uint32_t mask, const T value, const int source, const char * nam
 #define __syncthreads_or(x)    (emulated::wait_for_block((x) != 0, "__syncthreads_or", __FILE__, __LINE__) != 0)
 #define __syncthreads_count(x) (emulated::wait_for_block((x) != 0, "__syncthreads_count", __FILE__, __LINE__))
 
-static inline void __threadfence() {} // one thread runs at a time
-
 static inline void __syncwarp(const uint32_t mask = 0xFFFFFFFF,
         const char * file = __builtin_FILE(), const int line = __builtin_LINE()) {
     emulated::wait_for_warp({ "__syncwarp", file, line, mask, [](emulated::warp &, uint32_t) {} });

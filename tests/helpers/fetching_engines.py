@@ -73,7 +73,6 @@ def check_sound(engine: Engine) -> None:
             first = listed[: 2 * N_USED, 1].tolist()
             scores = [layer.policy.score[e] for e in first if e >= 0]
             others = layer.resident - set(listed[:, 1].tolist())
-            others -= {expert for _, expert in layer.landing}
             assert all(max(scores) <= layer.policy.score[e] for e in others if scores)
     for il in store.layers:
         memory, packing = engine.stage.banks.layer(il).memory, store.packing(il)

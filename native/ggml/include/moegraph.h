@@ -79,14 +79,6 @@ extern "C" {
             struct ggml_tensor  * from,
             struct ggml_tensor  * to);
 
-    // Tells a result of moegraph_fetch_rows that rows of `to` may be on their way: an entry of the table with
-    // MOEGRAPH_FETCH_COMES added is such a row, which is there once `there` is not 0. there: I32 [1], which copies write.
-    // They have to be enqueued before the graph is launched, because its kernels wait for them. The CPU backend does not
-    // wait: there a copy ends before the next call.
-    #define MOEGRAPH_FETCH_COMES (1 << 30)
-
-    GGML_API void moegraph_fetch_coming(struct ggml_tensor * fetched, struct ggml_tensor * there);
-
     // ggml_cpy(a, host), of numbers of 4 bytes into memory of the host that nothing in the graph reads, under whatever
     // name: CUDA writes it as soon as `a` is there, beside the nodes that follow. Other backends copy.
     GGML_API struct ggml_tensor * moegraph_publish(

@@ -24,8 +24,3 @@ struct ggml_tensor * moegraph_fetch_rows(
     result->src[4] = to;
     return result;
 }
-
-void moegraph_fetch_coming(struct ggml_tensor * fetched, struct ggml_tensor * there) {
-    GGML_ASSERT(fetched->op == GGML_OP_MOEGRAPH_FETCH_ROWS && there->type == GGML_TYPE_I32 && ggml_nelements(there) == 1);
-    fetched->src[5] = there;
-}

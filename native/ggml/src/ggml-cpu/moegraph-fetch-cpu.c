@@ -60,8 +60,7 @@ void moegraph_compute_forward_fetch_rows(const struct ggml_compute_params * para
     int32_t * rows = (int32_t *) dst->data;
     bool      fetched[MOEGRAPH_FETCH_IDS];
     for (int i = 0; i < n_ids; ++i) {
-        const int32_t row = ids[i] >= 0 && ids[i] < table->ne[1] ? ((const int32_t *) table->data)[ids[i]] : -1;
-        rows[i] = row >= MOEGRAPH_FETCH_COMES ? row - MOEGRAPH_FETCH_COMES : row; // it is there: nothing is asynchronous
+        rows[i] = ids[i] >= 0 && ids[i] < table->ne[1] ? ((const int32_t *) table->data)[ids[i]] : -1;
     }
     moegraph_fetch_assign(ids, n_ids, table->ne[1], (const int32_t *) victims->data, (int) victims->ne[1], to->ne[1],
         rows, fetched);

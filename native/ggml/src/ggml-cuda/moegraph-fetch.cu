@@ -19,7 +19,6 @@ struct moegraph_fetch_args {
     const char    * from;
     char          * to;
     int32_t       * dst;
-    const int32_t * there;       // whether rows on their way are there, or nullptr
     int64_t         n;           // of the table
     int64_t         from_stride; // bytes
     int64_t         to_stride;
@@ -135,13 +134,11 @@ static __global__ void moegraph_fetch_kernel(const moegraph_fetch_args args) {
         }
     }
     const bool known = id >= 0 && id < args.n;
-    const int  entry = !known ? -1 : in_smem ? s.table[id] : args.table[id];
-    const bool miss  = known && entry < 0;
-    const bool comes = entry >= MOEGRAPH_FETCH_COMES;
-    const int  row   = comes ? entry - MOEGRAPH_FETCH_COMES : entry;
+    const int  row   = !known ? -1 : in_smem ? s.table[id] : args.table[id];
+    const bool miss  = known && row < 0;
     s.ids[tid]  = id;
     s.rows[tid] = max(row, -1);
-    if (__syncthreads_or(miss || comes)) {
+    if (__syncthreads_or(miss)) {
         const int n_fetched = moegraph_fetch_assign(s, args, miss);
         constexpr int step = MOEGRAPH_FETCH_BLOCKS*MOEGRAPH_FETCH_THREADS;
         for (int f = 0; f < n_fetched; ++f) {
@@ -163,9 +160,6 @@ static __global__ void moegraph_fetch_kernel(const moegraph_fetch_args args) {
                     }
                 }
             }
-        }
-        if (comes) {
-            moegraph_fetch_wait(args.there);
         }
     } else {
         ggml_cuda_pdl_lc();
@@ -190,7 +184,6 @@ void moegraph_fetch_rows(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     args.from        = (const char *) from->data;
     args.to          = (char *) to->data;
     args.dst         = (int32_t *) dst->data;
-    args.there       = dst->src[5] != nullptr ? (const int32_t *) dst->src[5]->data : nullptr;
     args.n           = table->ne[1];
     args.from_stride = from->nb[1];
     args.to_stride   = to->nb[1];

@@ -1,8 +1,6 @@
 #include "moegraph-one.cuh"
 #include "moegraph-one-x.cuh"
 
-#include "moegraph-fetch.cuh"
-
 #include "moegraph.h"
 
 constexpr int MOEGRAPH_ONE_WARPS  = 4;     // of a block
@@ -93,10 +91,6 @@ static __device__ __forceinline__ void moegraph_one_fetch_rows(
         f.dst[slot] = p.id;
     }
     if (p.fetched < 0) {
-        return;
-    }
-    if (p.fetched == MOEGRAPH_ONE_COMES) {
-        moegraph_fetch_wait(f.there);
         return;
     }
     char       * to   = f.to + p.id*f.stride_to;

@@ -13,9 +13,6 @@ static __device__ __forceinline__ int moegraph_one_fetched(const int32_t packed)
     return packed < 0 ? -1 : (packed >> 16) - 1;
 }
 
-// Instead of an expert: the slot gets one that is on its way (MOEGRAPH_FETCH_COMES, moegraph.h).
-constexpr int MOEGRAPH_ONE_COMES = 0x7FFD;
-
 // Whether a lane can read rows of x, as what rows reads them (type).
 bool moegraph_one_reads(const ggml_tensor * x, ggml_type type, int cc);
 

@@ -28,7 +28,6 @@ struct moegraph_router_look_up {
     const int2    * victims; // [n_victims]: a slot, and the expert in it, or -1
     int32_t       * slots;   // [n_used], packed (moegraph_one_pack); nullptr: nothing is looked up
     int32_t       * told;    // [n_used] host memory that gets the ids, or nullptr
-    const int32_t * there;   // whether experts on their way are there, or nullptr
     int             n_victims;
     int             n_slots;
 };
@@ -58,14 +57,10 @@ struct moegraph_router_args {
 // The rule of moegraph_fetch_rows (moegraph.h) for one row: lane l has id number l, and victim l. slots: of all experts. Keep in
 // step with moegraph_fetch_assign (moegraph-fetch.cu).
 static __device__ __forceinline__ void moegraph_router_find_slots(const moegraph_router_look_up & args, const int n_used,
-        const int id, const int32_t * slots, const int n_experts, const int2 victim, const bool there) {
+        const int id, const int32_t * slots, const int n_experts, const int2 victim) {
     const int  lane = threadIdx.x;
     const bool mine = lane < n_used && id >= 0 && id < n_experts;
     int slot = mine ? slots[id] : -1, expert = -1;
-    if (slot >= MOEGRAPH_FETCH_COMES) {
-        slot  -= MOEGRAPH_FETCH_COMES;
-        expert = there ? -1 : MOEGRAPH_ONE_COMES;
-    }
     if (__ballot_sync(0xFFFFFFFF, mine && slot < 0) != 0) {
         bool spare = lane < args.n_victims && victim.x >= 0 && victim.x < args.n_slots;
         int  first = lane; // that has the same id
@@ -111,14 +106,12 @@ static __device__ __forceinline__ void moegraph_router_choose(const moegraph_rou
     __shared__ int32_t slots[32*n_mine];
     int2 victim = make_int2(-1, -1);
     int  given  = 0;
-    int  there  = 0;
     if (look_up.slots != nullptr) {
 #pragma unroll
         for (int i = 0; i < n_mine; ++i) {
             slots[lane + 32*i] = __ldcg(look_up.table + lane + 32*i);
         }
         victim = lane < look_up.n_victims ? __ldcg(look_up.victims + lane) : victim;
-        there  = look_up.there != nullptr ? *(const volatile int32_t *) look_up.there : 0;
         given  = look_up.ids != nullptr && lane < args.n_used ? __ldcg(look_up.ids + lane) : 0;
     }
     ggml_cuda_pdl_lc();
@@ -197,7 +190,7 @@ static __device__ __forceinline__ void moegraph_router_choose(const moegraph_rou
     }
     if (look_up.slots != nullptr) {
         __syncwarp();
-        moegraph_router_find_slots(look_up, args.n_used, id, slots, 32*n_mine, victim, __shfl_sync(0xFFFFFFFF, there, 0) != 0);
+        moegraph_router_find_slots(look_up, args.n_used, id, slots, 32*n_mine, victim);
     }
 }
 
@@ -544,7 +537,6 @@ int moegraph_router_try(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgr
         args.look_up.table     = (const int32_t *) fetch->src[0]->data;
         args.look_up.victims   = (const int2 *) fetch->src[2]->data;
         args.look_up.slots     = (int32_t *) (args.gate + 1);
-        args.look_up.there     = fetch->src[5] != nullptr ? (const int32_t *) fetch->src[5]->data : nullptr;
         args.look_up.n_victims = (int) fetch->src[2]->ne[1];
         args.look_up.n_slots   = (int) fetch->src[4]->ne[1];
         moegraph_done_add(ctx, fetch);

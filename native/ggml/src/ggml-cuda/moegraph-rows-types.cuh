@@ -63,7 +63,6 @@ struct moegraph_rows_fetch {
     int64_t      stride_to;
     int          rest;        // of an expert, what comes behind gate and up begins here
     int          n_bytes;     // of an expert
-    const int32_t * there;    // whether experts on their way are there, or nullptr
 };
 
 struct moegraph_rows_args {

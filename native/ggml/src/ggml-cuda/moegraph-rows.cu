@@ -207,8 +207,7 @@ static bool moegraph_rows_set_fetch(
     }
     args.ids   = slots;
     args.fetch = { (const char *) from->data, (char *) to->data, (int32_t *) node->data, (int64_t) from->nb[1],
-        (int64_t) to->nb[1], (int) rest, (int) n_bytes,
-        node->src[5] != nullptr ? (const int32_t *) node->src[5]->data : nullptr };
+        (int64_t) to->nb[1], (int) rest, (int) n_bytes };
     return true;
 }
 
