@@ -442,7 +442,8 @@ def list_models(action: str, names: tuple[str, ...], as_json: bool) -> None:
 def _default_model() -> str | None:
     """Return the model of commands that name none."""
     for source in read_sources():
-        for key in ("model", "hf-repo"):
-            if (found := source.find([key], "")) and isinstance(found.value, str):
-                return found.value if key == "model" else str(parse_hub_name(found.value))
+        if (found := source.find(["model"], "")) and isinstance(found.value, str):
+            return found.value
+        if (found := source.find(["hf-repo"], "")) and isinstance(found.value, str):
+            return str(parse_hub_name(found.value))
     return None

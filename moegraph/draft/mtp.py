@@ -15,7 +15,14 @@ from ..ggml.device import HostBuffer
 from ..ggml.lib import C
 from ..ggml.ops import Builder, Tensor
 from ..graphs.cache import BuiltGraph, GraphCache
-from ..graphs.mtp import MtpMemory, build_chain, build_known_rows, build_taken_rows, build_winner
+from ..graphs.mtp import (
+    MtpMemory,
+    build_chain,
+    build_known_rows,
+    build_likeliest,
+    build_taken_rows,
+    build_winner,
+)
 from ..graphs.paged import can_page
 from ..kinds import MOST_BEHIND
 from ..resident.layout import MAX_MTP_DRAFT, MTP_ROWS, USUAL_MTP_DRAFT
@@ -220,10 +227,8 @@ class MtpDrafter(Drafter):
             if races:
                 keep = partial(memory.keep, "listed", at=at)
                 return build_winner(b, logits, memory.race_leaf(b, at), keep)
-            token = b.name(b.argmax(logits), "result_argmax")
-            if block.part:  # its rows are not numbered as the tokens are
-                token = b.get_rows(block.part.table, token)
-            memory.keep("tokens", b.expand(token), at)
+            token = build_likeliest(b, block, logits)
+            memory.keep("tokens", token, at)
             return token
 
         token, slot, steps = memory.chain_leaves(b, n, n_kv)

@@ -112,6 +112,14 @@ def build_chain(
         token = choose(logits, at)
 
 
+def build_likeliest(b: Builder, block: MtpBlock, logits: Tensor) -> Tensor:
+    """Append the choice of the likeliest token of logits F32 [n, 1]: I32, one number."""
+    token = b.name(b.argmax(logits), "result_argmax")
+    if block.part:  # its rows are not numbered as the tokens are
+        token = b.get_rows(block.part.table, token)
+    return b.expand(token)
+
+
 def build_winner(
     b: Builder, logits: Tensor, draws: Tensor, keep: Callable[[Tensor], None]
 ) -> Tensor:

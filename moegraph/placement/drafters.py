@@ -125,6 +125,14 @@ def sources_of(model: ModelFile, config: EngineConfig, draft: DraftFile | None) 
     return list(dict.fromkeys(one for one in found if one.mtp or one.draft))
 
 
+def is_fitting(plan: Plan, sources: Sources) -> bool:
+    """Return whether a plan has room for all that its drafters keep on the device.
+
+    Where not all experts of the model are there, those of the MTP block give them room.
+    """
+    return plan.all_resident or not sources.mtp or sources.n_kept is not None
+
+
 def drafters_bytes(model: ModelFile, config: EngineConfig, n_ctx: int, sources: Sources) -> int:
     """Return a bound on the device memory that drafters take; config: after `with_drafts`."""
     total = mtp_bytes(model, config, n_ctx, sources.n_kept) if sources.mtp else 0

@@ -52,7 +52,8 @@ def needed_bytes(
     """
     hp = model.hparams
     layers = range(hp.n_layer) if layers is None else layers
-    kept, has_head = [hp.layer(il) for il in layers], layers.stop == hp.n_layer
+    kept = [hp.layer(il) for il in layers]
+    has_head = layers.stop == hp.n_layer
     shape = PoolShape.of(config, n_ctx)
     tensors = {il: layout.expert_tensors(model, il) for il in layers}
     sizes = tuple(layout.Packing.of(tensors[il]).stride for il in layers)

@@ -16,7 +16,15 @@ from ..config import CPU_ROWS, EngineConfig
 from ..errors import ConfigError, OutOfDeviceMemory
 from ..resident.layout import MAX_MTP_DRAFT
 from ..units import format_bytes
-from .drafters import Price, Sources, captured_drafts, drafters_bytes, price_of, sources_of
+from .drafters import (
+    Price,
+    Sources,
+    captured_drafts,
+    drafters_bytes,
+    is_fitting,
+    price_of,
+    sources_of,
+)
 from .footprint import needed_bytes, sweep_rows
 from .planner import Demand, Footprint, Plan
 from .split import Place, SplitSettings, StagePlan, merged, split_layers
@@ -95,9 +103,7 @@ def choose(
             if is_last:
                 raise
             continue
-        # where not all experts of the model are there, those of the MTP block give them room
-        is_small = not sources.mtp or sources.n_kept is not None
-        if is_last or found.plan.all_resident or is_small:
+        if is_last or is_fitting(found.plan, sources):
             price = _price(plain, found, config)
             tried.append(replace(found, price=price))
             if is_named:

@@ -70,7 +70,7 @@ LARGE = {
     "Engine": 31,
 }  # fmt: skip
 # Lines of the package, at most. A commit that raises it says why.
-LINES = 57759
+LINES = 57799
 WIDTH = 100
 KINDS = ("int", "float", "choice", "flag", "device", "size", "split", "path")
 

@@ -211,8 +211,7 @@ class CallScanner:
 
     def __init__(self, call: CallOutput) -> None:
         self._tools, self._call, tags = call.tools, call, call.tags
-        self._key, _, after_key = tags.key.partition("{key}")
-        self._after_key = tuple(re.findall(r"</?\w+>|^>", after_key))
+        self._key, self._after_key = tags.before_key, tags.after_key
         self._is_bare = tags is not XML  # the name follows <tool_call>
         end = tags.end_of_value.strip()
         self._closers = (END_OF_CALL, END_OF_FUNCTION, end)

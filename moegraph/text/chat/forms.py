@@ -35,6 +35,16 @@ class TextCalls:
     end_of_function: str = ""
     between: str = ""
 
+    @property
+    def before_key(self) -> str:
+        """The text before a parameter's name."""
+        return self.key.partition("{key}")[0]
+
+    @property
+    def after_key(self) -> tuple[str, ...]:
+        """The tags between a parameter's name and its value."""
+        return tuple(re.findall(r"</?\w+>|^>", self.key.partition("{key}")[2]))
+
 
 XML = TextCalls(
     f"\n{FUNCTION}{{name}}>\n", f"{PARAMETER}{{key}}>\n", f"\n{END_OF_PARAMETER}\n",

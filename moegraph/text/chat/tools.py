@@ -415,8 +415,10 @@ class CallGrammar:
             one = f"{rule}_{n}"
             uses.append(one if key in required else f"{one}?")
             found.append(f"{one}: {self._text(form.key.format(key=key))} {one}_value")
-            at = f"{one}_value", function["name"], key
-            found += self._value(*at, schema, parameters, form.end_of_value)
+            end_of_value = form.end_of_value
+            found += self._value(
+                f"{one}_value", function["name"], key, schema, parameters, end_of_value
+            )
         return [f"{rule}: {begin} {' '.join(uses)} {end}", *found]
 
     def _value(
