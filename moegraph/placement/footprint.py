@@ -9,6 +9,7 @@ from ..config import EngineConfig
 from ..experts.crossing import padded
 from ..resident import layout
 from ..resident.kvpool import PoolShape
+from ..resident.layout import N_STAGING
 from ..units import round_up
 from .planner import Footprint
 
@@ -91,8 +92,7 @@ def needed_bytes(
         state=state + layout.zeros_bytes(hp) + _draft_bytes(kept, drafted),
         compute=compute,
         other=_OTHER_BYTES + encoder + captured_graphs(hp, config, n_ctx, layers) if is_own else 0,
-        staging=2 * layout.N_STAGING * sum(kinds.values())
-        + lacking_bytes(hp, n_sweep, n_ubatch, is_own),
+        staging=2 * N_STAGING * sum(kinds.values()) + lacking_bytes(hp, n_sweep, n_ubatch, is_own),
         ring_groups=layout.N_GROUPS,
         ring=layout.ring_bytes(kinds.values(), layout.group_size(hp.n_expert)),
         drafters=drafters,
